@@ -1,0 +1,34 @@
+// What every target supplies, in namespace dcp::DCP_NS::arch. A kernel uses nothing else of the hardware; a target that
+// lacks a line of this page does not compile. Adding a target is writing one such header (docs/protocol.md).
+//
+//   threads    Cta {index, thread_rank, size, sync, shared<S>}; Lanes<N> {rank, size, group, num_groups, sync, broadcast}
+//   launch     launch<Shared>(kernel, num_channels, params): every channel runs `kernel`, all may run at the same time
+//              claim_call / release_call: turns away a second call on a stream where the host can see it
+//   order      load_acquire_sys, load_relaxed_sys, store_release_sys, store_relaxed_sys (u32, u64; visible to all ranks),
+//              fetch_add, compare_exchange_sys
+//              publish_done(cta): all stores of the CTA to peers are complete before a flag that follows
+//              signal_flag(flag, value): a release store that also wakes a sleeping owner
+//   time       now_ns, spin_pause, Backoff {is_slow, pause}, kHostPollNs, poll_host
+//   bytes      copy_bytes(cta, destination, source, num_bytes)
+//   numbers    fma, exp2 (x <= 0), log2, abs; half / bfloat16 <-> float, to nearest even; to_float, from_float<T>
+//   vectors    FloatVec {kLanes, broadcast, load(const T*), store(T*)} for float, Half, BFloat16; fma; kRowBlock
+//
+// Every number is the result of correctly rounded IEEE operations in a stated order, so that the variants of one target
+// agree in every bit. There is no fence: order comes from the flags alone, and ThreadSanitizer can follow it.
+#pragma once
+
+#include "core/types.h"
+
+namespace dcp::DCP_NS {
+
+static_assert(arch::FloatVec::kLanes >= 1 && arch::kRowBlock >= 1);
+static_assert(arch::Lanes<32>::kMaxGroups >= 1);
+static_assert(noexcept(noexcept(arch::publish_done(*static_cast<const arch::Cta*>(nullptr)))));
+static_assert(sizeof(decltype(arch::exp2(0.0f))) == 4 && sizeof(decltype(arch::log2(1.0f))) == 4);
+static_assert(sizeof(arch::from_float<BFloat16>(0.0f)) == 2 && sizeof(arch::from_float<Half>(0.0f)) == 2);
+static_assert(arch::kHostPollNs > 0);
+
+// The symmetric region is shared by processes that may come from different compilations: its words have one size.
+static_assert(sizeof(Flag) == 64 && sizeof(FaultRecord) == 64 && sizeof(StreamState) == 64 && sizeof(ChannelState) == 64);
+
+}  // namespace dcp::DCP_NS

@@ -1,0 +1,191 @@
+// CPU target: threads, order, time. A CPU thread is a CTA of size 1; every loop over the CTA is then a plain loop.
+// The __atomic builtins are used instead of std::atomic_ref: a member function that is not inlined would be emitted
+// under the same name by every ISA variant. ThreadSanitizer understands both.
+#pragma once
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "core/types.h"
+
+#define DCP_FN inline __attribute__((always_inline))
+#define DCP_NOINLINE static __attribute__((noinline))
+
+namespace dcp::DCP_NS::arch {
+
+// ---- threads
+
+class Cta {
+ public:
+  Cta(int index, void* shared) : index_(index), shared_(shared) {}
+  DCP_FN int index() const { return index_; }
+  DCP_FN int thread_rank() const { return 0; }
+  DCP_FN int size() const { return 1; }
+  DCP_FN void sync() const {}
+  // The CTA's shared memory, one object of the type that the kernel was launched with.
+  template <class S>
+  DCP_FN S& shared() const {
+    return *static_cast<S*>(shared_);
+  }
+
+ private:
+  int index_;
+  void* shared_;
+};
+
+// The CTA's threads in groups of up to N that can shuffle. Here a group is one thread.
+template <int N>
+class Lanes {
+ public:
+  static constexpr int kMaxGroups = 1;
+  DCP_FN explicit Lanes(const Cta&) {}
+  DCP_FN int rank() const { return 0; }
+  DCP_FN int size() const { return 1; }
+  DCP_FN int group() const { return 0; }
+  DCP_FN int num_groups() const { return 1; }
+  DCP_FN void sync() const {}
+  // The value that lane 0 holds; also a sync.
+  DCP_FN int broadcast(int value) const { return value; }
+};
+
+// Runs `kernel(cta, params)` for the channels [0, num_channels), each with its own Shared, in this thread. One channel
+// that faults makes the call a faulted one.
+template <class Shared, class Params>
+DCP_FN Status launch(Status (*kernel)(const Cta&, const Params&), int num_channels, const Params& params) {
+  Status status = Status::kOk;
+  for (int channel_idx = 0; channel_idx < num_channels; ++channel_idx) {
+    Shared shared;
+    const Status channel_status = kernel(Cta(channel_idx, &shared), params);
+    if (channel_status != Status::kOk) status = channel_status;
+  }
+  return status;
+}
+
+// ---- order
+
+#if defined(DCP_MUTATE_RELAXED_SIGNAL)  // a planted fault: the race test must report it
+inline constexpr int kSignalOrder = __ATOMIC_RELAXED;
+#else
+inline constexpr int kSignalOrder = __ATOMIC_SEQ_CST;
+#endif
+
+template <class T>
+DCP_FN T load_acquire_sys(const T* word) {
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+template <class T>
+DCP_FN T load_relaxed_sys(const T* word) {
+  return __atomic_load_n(word, __ATOMIC_RELAXED);
+}
+template <class T>
+DCP_FN void store_release_sys(T* word, T value) {
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+template <class T>
+DCP_FN void store_relaxed_sys(T* word, T value) {
+  __atomic_store_n(word, value, __ATOMIC_RELAXED);
+}
+template <class T>
+DCP_FN T fetch_add(T* word, T value) {
+  return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL);
+}
+// True when this call changed *word from `expected` to `desired`.
+template <class T>
+DCP_FN bool compare_exchange_sys(T* word, T expected, T desired) {
+  return __atomic_compare_exchange_n(word, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+// All stores of the CTA to peers are complete before a flag that follows. A CPU's release store sees to that.
+DCP_FN void publish_done(const Cta& cta) { cta.sync(); }
+
+DCP_FN uint32_t* futex_word(Flag* flag) {
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the epoch half of a flag is its first 32 bits");
+  return reinterpret_cast<uint32_t*>(&flag->value);
+}
+
+// Raises a peer's flag, and wakes the peer if it sleeps on it. Exchange, then read `sleepers`; the sleeper raises
+// `sleepers`, then looks at the value: both sequentially consistent, so that one of the two sees the other.
+DCP_FN void signal_flag(Flag* flag, uint64_t value) {
+  __atomic_exchange_n(&flag->value, value, kSignalOrder);
+  if (__builtin_expect(__atomic_load_n(&flag->sleepers, __ATOMIC_SEQ_CST) != 0, 0)) {
+    syscall(SYS_futex, futex_word(flag), FUTEX_WAKE, 1, nullptr, nullptr, 0);
+  }
+}
+
+// Calls on one epoch stream come one after the other. On a CPU two threads of the engine may break that rule: the second
+// one is turned away before it has touched anything.
+DCP_FN bool claim_call(StreamState* state) { return compare_exchange_sys(&state->in_flight, 0u, 1u); }
+DCP_FN void release_call(StreamState* state) { store_release_sys(&state->in_flight, 0u); }
+
+// ---- time
+
+DCP_FN int64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t(now.tv_sec) * 1000000000 + now.tv_nsec;
+}
+
+DCP_FN void spin_pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ __volatile__("isb");  // `yield` is a no-op on most cores; isb takes about as long as x86's pause
+#endif
+}
+
+// What to do between two looks at a flag: spin while the peer is likely to run on another core, then give the core
+// away, then sleep. A sleep is bounded by 1 ms: poison and deadlines come without a wake-up.
+class Backoff {
+ public:
+  DCP_FN explicit Backoff(const WaitPolicy& policy) : policy_(policy) {}
+
+  // True once in a while in the spinning phase, always after it: time to look at clock, poison and host.
+  DCP_FN bool is_slow() const { return num_pauses_ >= policy_.num_spins || (num_pauses_ & 63) == 63; }
+
+  DCP_FN void pause(Flag* flag, uint64_t seen) {
+    if (num_pauses_ < policy_.num_spins) {
+      spin_pause();
+    } else if (num_pauses_ < policy_.num_spins + policy_.num_yields) {
+      sched_yield();
+    } else {
+      sleep(flag, seen);
+      return;
+    }
+    ++num_pauses_;
+  }
+
+ private:
+  void sleep(Flag* flag, uint64_t seen) {
+    const timespec millisecond = {0, 1000000};
+    __atomic_fetch_add(&flag->sleepers, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&flag->value, __ATOMIC_SEQ_CST) == seen) {
+      syscall(SYS_futex, futex_word(flag), FUTEX_WAIT, uint32_t(seen), &millisecond, nullptr, 0);
+    }
+    __atomic_fetch_sub(&flag->sleepers, 1, __ATOMIC_SEQ_CST);
+  }
+
+  const WaitPolicy& policy_;
+  int32_t num_pauses_ = 0;
+};
+
+inline constexpr int64_t kHostPollNs = 50 * 1000 * 1000;
+
+DCP_FN HostEvents poll_host(const WaitPolicy& policy) {
+  HostEvents events = {0, false};
+  if (policy.poll_host != nullptr) policy.poll_host(policy.poll_context, &events);
+  return events;
+}
+
+// ---- bytes
+
+// Copies `num_bytes` with all threads of the CTA.
+DCP_FN void copy_bytes(const Cta&, void* destination, const void* source, int64_t num_bytes) {
+  memcpy(destination, source, size_t(num_bytes));
+}
+
+}  // namespace dcp::DCP_NS::arch

@@ -1,0 +1,218 @@
+// CPU target: arithmetic. Every variant gives the same bits: each operation here is one correctly rounded IEEE
+// operation (fma, conversion to nearest even), whatever the instruction set; exp2 is built of them.
+#pragma once
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include <cstring>
+
+#include "core/types.h"
+
+namespace dcp::DCP_NS::arch {
+
+// ---- scalars
+
+template <class To, class From>
+DCP_FN To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+DCP_FN float abs(float x) { return __builtin_fabsf(x); }
+
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+DCP_FN float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+// The product of two floats is exact in a double. Their sum with c is rounded to odd (Boldo and Melquiond, "Emulation
+// of FMA and correctly rounded sums", 2008), so that the second rounding, to float, sees on which side of a tie it is.
+DCP_FN float fma(float a, float b, float c) {
+  const double product = double(a) * double(b), addend = double(c);
+  const double sum = product + addend;
+  const double back = sum - product;
+  const double error = (product - (sum - back)) + (addend - back);
+  uint64_t bits = bit_cast<uint64_t>(sum);
+  const bool finite = (bits & 0x7ff0000000000000u) != 0x7ff0000000000000u;
+  if (finite && error != 0.0 && (bits & 1) == 0) bits += (error > 0.0) == (sum > 0.0) ? 1 : -1;
+  return float(bit_cast<double>(bits));
+}
+#endif
+
+// 2^x for x <= 0, relative error below 2^-23.9 down to 2^-126, and gradual underflow below. x = n + f with |f| <= 1/2;
+// 2^f by a minimax polynomial (relative error 2^-28.9).
+DCP_FN float exp2(float x) {
+  const float clamped = x > -152.0f ? x : -152.0f;  // -inf too: 2^-152 rounds to 0
+  const float shifted = clamped + 0x1.8p23f;        // the integer is in the low bits of the significand
+  const float n = shifted - 0x1.8p23f;
+  const float f = clamped - n;
+  float p = 0x1.41fbbcp-13f;
+  p = fma(p, f, 0x1.5f3e52p-10f);
+  p = fma(p, f, 0x1.3b2d4cp-7f);
+  p = fma(p, f, 0x1.c6aee8p-5f);
+  p = fma(p, f, 0x1.ebfbdcp-3f);
+  p = fma(p, f, 0x1.62e430p-1f);
+  p = fma(p, f, 1.0f);
+  // Two factors of half the exponent: 2^-149 has no normal float, and the result is rounded once.
+  const int32_t exponent = bit_cast<int32_t>(shifted) - bit_cast<int32_t>(0x1.8p23f);
+  const int32_t half = exponent >> 1;
+  const float low = bit_cast<float>((half + 127) << 23), high = bit_cast<float>((exponent - half + 127) << 23);
+  return (p * low) * high;
+}
+
+DCP_FN float log2(float x) { return float(__builtin_log2(double(x))); }
+
+DCP_FN float bfloat16_to_float(uint16_t bits) { return bit_cast<float>(uint32_t(bits) << 16); }
+
+// Exact. Subnormals are made from the integer, so that a host thread that flushes fp32 subnormals changes nothing.
+DCP_FN float half_to_float(uint16_t bits) {
+  const uint32_t sign = uint32_t(bits & 0x8000) << 16, exponent = bits >> 10 & 0x1f, fraction = bits & 0x3ff;
+  if (exponent == 0) return bit_cast<float>(bit_cast<uint32_t>(float(fraction) * 0x1p-24f) | sign);
+  const uint32_t biased = exponent == 31 ? 255 : exponent + 112;
+  return bit_cast<float>(sign | biased << 23 | fraction << 13);
+}
+
+DCP_FN uint16_t float_to_bfloat16(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+DCP_FN uint16_t float_to_half(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));  // NaN, quiet
+  if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);                             // 65520 and up
+  if (magnitude < 0x38800000) {
+    // Subnormal: the sum with 0.5 has the half's last bit as its own last bit, and rounds to nearest even there.
+    const float sum = bit_cast<float>(magnitude) + 0.5f;
+    return uint16_t(sign | (bit_cast<uint32_t>(sum) - 0x3f000000));
+  }
+  return uint16_t(sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13);
+}
+
+DCP_FN float to_float(float x) { return x; }
+DCP_FN float to_float(BFloat16 x) { return bfloat16_to_float(x.bits); }
+DCP_FN float to_float(Half x) { return half_to_float(x.bits); }
+
+template <class T>
+DCP_FN T from_float(float x);
+template <>
+DCP_FN float from_float<float>(float x) {
+  return x;
+}
+template <>
+DCP_FN BFloat16 from_float<BFloat16>(float x) {
+  return {float_to_bfloat16(x)};
+}
+template <>
+DCP_FN Half from_float<Half>(float x) {
+  return {float_to_half(x)};
+}
+
+// ---- vectors of floats, loaded from and stored to any element type
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+
+struct FloatVec {
+  static constexpr int kLanes = 16;
+  __m512 v;
+
+  static DCP_FN FloatVec broadcast(float x) { return {_mm512_set1_ps(x)}; }
+  static DCP_FN FloatVec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static DCP_FN FloatVec load(const BFloat16* p) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
+  }
+  static DCP_FN FloatVec load(const Half* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+  }
+  DCP_FN void store(float* p) const { _mm512_storeu_ps(p, v); }
+  DCP_FN void store(BFloat16* p) const {
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    rounded = _mm512_srli_epi32(rounded, 16);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    rounded = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
+  }
+  DCP_FN void store(Half* p) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+};
+DCP_FN FloatVec fma(FloatVec a, FloatVec b, FloatVec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+struct FloatVec {
+  static constexpr int kLanes = 8;
+  __m256 v;
+
+  static DCP_FN FloatVec broadcast(float x) { return {_mm256_set1_ps(x)}; }
+  static DCP_FN FloatVec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+  static DCP_FN FloatVec load(const BFloat16* p) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
+  }
+  static DCP_FN FloatVec load(const Half* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+  }
+  DCP_FN void store(float* p) const { _mm256_storeu_ps(p, v); }
+  DCP_FN void store(BFloat16* p) const {
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    rounded = _mm256_srli_epi32(rounded, 16);
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
+    // packus works within 128-bit halves: bring the two useful quarters together.
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+  }
+  DCP_FN void store(Half* p) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+};
+DCP_FN FloatVec fma(FloatVec a, FloatVec b, FloatVec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+
+#else  // any other CPU: four scalars, which the compiler may turn into one vector
+
+struct FloatVec {
+  static constexpr int kLanes = 4;
+  float v[kLanes];
+
+  static DCP_FN FloatVec broadcast(float x) { return {{x, x, x, x}}; }
+  static DCP_FN FloatVec load(const float* p) { return {{p[0], p[1], p[2], p[3]}}; }
+  static DCP_FN FloatVec load(const BFloat16* p) {
+    FloatVec out;
+    for (int i = 0; i < kLanes; ++i) out.v[i] = to_float(p[i]);
+    return out;
+  }
+  static DCP_FN FloatVec load(const Half* p) {
+    FloatVec out;
+    for (int i = 0; i < kLanes; ++i) out.v[i] = to_float(p[i]);
+    return out;
+  }
+  DCP_FN void store(float* p) const { memcpy(p, v, sizeof(v)); }
+  DCP_FN void store(BFloat16* p) const {
+    for (int i = 0; i < kLanes; ++i) p[i] = from_float<BFloat16>(v[i]);
+  }
+  DCP_FN void store(Half* p) const {
+    for (int i = 0; i < kLanes; ++i) p[i] = from_float<Half>(v[i]);
+  }
+};
+DCP_FN FloatVec fma(FloatVec a, FloatVec b, FloatVec c) {
+  FloatVec out;
+  for (int i = 0; i < FloatVec::kLanes; ++i) out.v[i] = fma(a.v[i], b.v[i], c.v[i]);
+  return out;
+}
+
+#endif
+
+// Vectors of a row that are summed side by side: enough independent fma chains to fill the pipeline.
+inline constexpr int kRowBlock = 4;
+
+}  // namespace dcp::DCP_NS::arch

@@ -1,0 +1,19 @@
+// Picks the one target header of this compilation. Nothing above arch/ asks which target it is.
+// DCP_NS names the namespace of this compilation: each CPU variant, CUDA and HIP get their own, so that several
+// compilations of one source live in one module without sharing a symbol.
+#pragma once
+
+#include "core/types.h"
+
+#ifndef DCP_NS
+#error "define DCP_NS: the namespace of this compilation (v4, v3, baseline, cuda, hip, ...)"
+#endif
+
+#if defined(DCP_TARGET_CPU)
+#include "arch/cpu.h"
+#include "arch/cpu_vec.h"
+#else
+#error "no target: define DCP_TARGET_CPU"
+#endif
+
+#include "arch/contract.h"

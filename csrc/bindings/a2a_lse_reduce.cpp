@@ -1,0 +1,117 @@
+// Binding of a2a_lse_reduce. A plan holds all that a call's shapes decide; a call then passes six addresses.
+#include <pybind11/stl.h>
+
+#include <array>
+
+#include "bindings/handle.h"
+
+namespace dcp {
+namespace {
+
+// [begin, end) of a strided tensor's bytes, relative to its address.
+int64_t span_bytes(int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride, int64_t dim, int64_t size) {
+  if (tokens == 0 || heads == 0 || dim == 0) return 0;
+  return ((tokens - 1) * token_stride + (heads - 1) * head_stride + dim) * size;
+}
+
+bool overlap(uint64_t a, int64_t a_bytes, uint64_t b, int64_t b_bytes) {
+  return a_bytes > 0 && b_bytes > 0 && a < b + uint64_t(b_bytes) && b < a + uint64_t(a_bytes);
+}
+
+class A2aLseReducePlan {
+ public:
+  A2aLseReducePlan(const Endpoint& endpoint, int dtype, int lse_dtype, int lse_base, int lane, int stream_idx,
+                   int64_t num_tokens, int num_local_heads, int head_dim, int64_t max_num_tokens, int num_seqs,
+                   uint64_t payload_offset, uint64_t row_bytes, uint64_t lse_offset, uint64_t lse_row_bytes,
+                   std::array<int64_t, 8> strides)
+      : run_(endpoint.variant().a2a_lse_reduce) {
+    DCP_CHECK(stream_idx >= 0 && stream_idx < endpoint.control().num_streams, stream_idx);
+    DCP_CHECK(max_num_tokens >= 1, max_num_tokens);
+    DCP_CHECK(num_tokens >= 0 && num_tokens < int64_t(1) << 32, num_tokens);
+    p_.partial_out_token_stride = strides[0];
+    p_.partial_out_head_stride = strides[1];
+    p_.partial_lse_token_stride = strides[2];
+    p_.partial_lse_head_stride = strides[3];
+    p_.out_token_stride = strides[4];
+    p_.out_head_stride = strides[5];
+    p_.out_lse_token_stride = strides[6];
+    p_.out_lse_head_stride = strides[7];
+    p_.num_tokens = num_tokens;
+    p_.num_seqs = num_seqs;
+    p_.dtype = DType(dtype);
+    p_.lse_dtype = DType(lse_dtype);
+    p_.lse_base = LseBase(lse_base);
+    p_.lane = lane;
+    p_.num_local_heads = num_local_heads;
+    p_.head_dim = head_dim;
+    p_.max_num_tokens = max_num_tokens;
+    p_.payload_offset = payload_offset;
+    p_.row_bytes = row_bytes;
+    p_.lse_offset = lse_offset;
+    p_.lse_row_bytes = lse_row_bytes;
+    p_.stream_idx = stream_idx;
+    p_.symm = endpoint.symm();
+    p_.control = endpoint.control();
+    p_.wait = endpoint.wait();
+
+    const int64_t num_heads = int64_t(num_local_heads) * p_.symm.num_ranks, size = dtype == 0 ? 4 : 2;
+    partial_out_bytes_ = span_bytes(num_tokens, strides[0], num_heads, strides[1], head_dim, size);
+    partial_lse_bytes_ = span_bytes(num_tokens, strides[2], num_heads, strides[3], 1, lse_dtype == 0 ? 4 : 2);
+    out_bytes_ = span_bytes(num_tokens, strides[4], num_local_heads, strides[5], head_dim, size);
+    out_lse_bytes_ = span_bytes(num_tokens, strides[6], num_local_heads, strides[7], 1, 4);
+  }
+
+  // Returns a Status; raises what a signal handler raised while the call waited.
+  int operator()(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse, uint64_t seq_lens,
+                 uint64_t query_start_loc) const {
+    const int64_t lse_bytes = out_lse == 0 ? 0 : out_lse_bytes_;
+    if (overlap(out, out_bytes_, partial_out, partial_out_bytes_) ||
+        overlap(out, out_bytes_, partial_lse, partial_lse_bytes_) ||
+        overlap(out_lse, lse_bytes, partial_out, partial_out_bytes_) ||
+        overlap(out_lse, lse_bytes, partial_lse, partial_lse_bytes_) ||
+        overlap(out_lse, lse_bytes, out, out_bytes_)) {
+      return kOverlap;
+    }
+    A2aLseReduceParams p = p_;
+    p.partial_out = reinterpret_cast<const void*>(partial_out);
+    p.partial_lse = reinterpret_cast<const void*>(partial_lse);
+    p.out = reinterpret_cast<void*>(out);
+    p.out_lse = reinterpret_cast<float*>(out_lse);
+    p.seq_lens = reinterpret_cast<const int32_t*>(seq_lens);
+    p.query_start_loc = reinterpret_cast<const int32_t*>(query_start_loc);
+    Status status = Status::kOk;
+    {
+      py::gil_scoped_release no_gil;
+#if !defined(DCP_STUB_KERNEL)  // the test build measures what a call costs around the kernel
+      status = run_(p);
+#endif
+    }
+    if (status == Status::kFaulted && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    return int(status);
+  }
+
+  static constexpr int kOverlap = 100;
+
+ private:
+  A2aLseReduceFn run_;
+  A2aLseReduceParams p_ = {};
+  int64_t partial_out_bytes_, partial_lse_bytes_, out_bytes_, out_lse_bytes_;
+};
+
+}  // namespace
+
+void bind_a2a_lse_reduce(py::module_& module) {
+  module.attr("STATUS_OVERLAP") = A2aLseReducePlan::kOverlap;
+  py::class_<A2aLseReducePlan>(module, "A2aLseReducePlan")
+      .def(py::init<const Endpoint&, int, int, int, int, int, int64_t, int, int, int64_t, int, uint64_t, uint64_t,
+                    uint64_t, uint64_t, std::array<int64_t, 8>>(),
+           py::keep_alive<1, 2>(), py::kw_only(), py::arg("endpoint"), py::arg("dtype"), py::arg("lse_dtype"),
+           py::arg("lse_base"), py::arg("lane"), py::arg("stream_idx"), py::arg("num_tokens"),
+           py::arg("num_local_heads"), py::arg("head_dim"), py::arg("max_num_tokens"), py::arg("num_seqs"),
+           py::arg("payload_offset"), py::arg("row_bytes"), py::arg("lse_offset"), py::arg("lse_row_bytes"),
+           py::arg("strides"))
+      .def("__call__", &A2aLseReducePlan::operator(), py::arg("partial_out"), py::arg("partial_lse"), py::arg("out"),
+           py::arg("out_lse"), py::arg("seq_lens"), py::arg("query_start_loc"));
+}
+
+}  // namespace dcp

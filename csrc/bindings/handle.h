@@ -1,0 +1,67 @@
+// What a workspace looks like from C++: addresses and numbers that Python owns.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <unistd.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "host/dispatch.h"
+#include "host/region.h"
+
+namespace dcp {
+
+namespace py = pybind11;
+
+// One rank's end of a workspace. The regions stay mapped as long as it is used: dcpkernels/workspace.py sees to that.
+class Endpoint {
+ public:
+  Endpoint(int rank, std::vector<uint64_t> bases, std::vector<int> socket_fds, const ControlLayout& control,
+           int64_t timeout_ns, int64_t first_timeout_ns, int num_spins, int num_yields, const std::string& isa)
+      : bases_(std::move(bases)), socket_fds_(std::move(socket_fds)), control_(control) {
+    const int num_ranks = int(bases_.size());
+    DCP_CHECK(num_ranks >= 1 && num_ranks <= kMaxRanks, num_ranks);
+    DCP_CHECK(rank >= 0 && rank < num_ranks, rank);
+    DCP_CHECK(socket_fds_.size() == bases_.size(), socket_fds_.size());
+    DCP_CHECK(control.num_channels >= 1 && control.num_streams >= 1, control.num_channels);
+    variant_ = find_variant(isa.c_str());
+    if (variant_ == nullptr) throw py::value_error("this processor or build has no CPU variant " + isa);
+    symm_ = {bases_.data(), rank, num_ranks};
+    wait_ = {timeout_ns, first_timeout_ns, num_spins, num_yields, &Endpoint::poll_host, this};
+  }
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
+
+  const SymmView& symm() const { return symm_; }
+  const ControlLayout& control() const { return control_; }
+  const WaitPolicy& wait() const { return wait_; }
+  const Variant& variant() const { return *variant_; }
+
+  bool is_poisoned() const { return DCP_NS::is_poisoned(symm_, control_); }
+
+ private:
+  // Called by a waiting kernel, without the GIL. Only the main thread can be interrupted: elsewhere Python would not run
+  // the handler anyway.
+  static void poll_host(void* context, HostEvents* events) {
+    const Endpoint& self = *static_cast<const Endpoint*>(context);
+    events->lost_peers = DCP_NS::closed_sockets(self.socket_fds_.data(), self.symm_.num_ranks);
+    if (getpid() == gettid()) {
+      py::gil_scoped_acquire gil;
+      events->interrupted = PyErr_CheckSignals() != 0;  // the exception stays set: the binding raises it
+    }
+  }
+
+  std::vector<uint64_t> bases_;
+  std::vector<int> socket_fds_;
+  ControlLayout control_;
+  SymmView symm_;
+  WaitPolicy wait_;
+  const Variant* variant_;
+};
+
+void bind_a2a_lse_reduce(py::module_& module);
+
+}  // namespace dcp

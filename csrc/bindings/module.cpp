@@ -1,0 +1,92 @@
+// The module dcpkernels._C_cpu: the only code that sees pybind11, together with its neighbours in this folder.
+#include <pybind11/stl.h>
+
+#include "bindings/handle.h"
+
+#ifndef DCP_BUILD_ID
+#define DCP_BUILD_ID "unknown"
+#endif
+
+namespace dcp {
+namespace {
+
+py::dict fault_dict(const Endpoint& endpoint) {
+  const DCP_NS::Fault fault = DCP_NS::read_fault(endpoint.symm(), endpoint.control());
+  py::dict out;
+  out["kind"] = int(fault.kind);
+  out["reporter"] = fault.reporter;
+  out["op"] = int(fault.op);
+  out["has_record"] = fault.has_record;
+  out["ranks"] = fault.record.ranks;
+  out["lane"] = fault.record.lane;
+  out["epoch"] = fault.record.epoch;
+  out["my_call"] = fault.record.my_call;
+  out["peer_call"] = fault.record.peer_call;
+  out["waited_ns"] = fault.record.waited_ns;
+  return out;
+}
+
+// (epoch, completed calls, LSEs that were not finite on non-empty shards)
+std::tuple<uint64_t, uint64_t, uint64_t> stream_counters(const Endpoint& endpoint, int stream_idx) {
+  DCP_CHECK(stream_idx >= 0 && stream_idx < endpoint.control().num_streams, stream_idx);
+  const StreamState* state =
+      DCP_NS::stream_state(endpoint.symm(), endpoint.control(), endpoint.symm().rank, stream_idx);
+  namespace arch = DCP_NS::arch;
+  return {arch::load_acquire_sys(&state->epoch), arch::load_relaxed_sys(&state->num_calls),
+          arch::load_relaxed_sys(&state->nonfinite_lse)};
+}
+
+bool is_in_flight(const Endpoint& endpoint, int stream_idx) {
+  DCP_CHECK(stream_idx >= 0 && stream_idx < endpoint.control().num_streams, stream_idx);
+  return DCP_NS::arch::load_acquire_sys(
+             &DCP_NS::stream_state(endpoint.symm(), endpoint.control(), endpoint.symm().rank, stream_idx)->in_flight) != 0;
+}
+
+std::vector<std::string> variants(bool runs_here) {
+  std::vector<std::string> names;
+  for (const Variant& variant : kVariants) {
+    if (!runs_here || variant.runs_here()) names.push_back(variant.name);
+  }
+  return names;
+}
+
+}  // namespace
+}  // namespace dcp
+
+PYBIND11_MODULE(_C_cpu, module) {
+  using namespace dcp;
+  module.doc() = "CPU target of dcpkernels";
+  module.attr("BUILD_ID") = DCP_BUILD_ID;
+  module.attr("PROTOCOL_VERSION") = kProtocolVersion;
+  module.attr("MAX_RANKS") = kMaxRanks;
+  // Sizes that dcpkernels/workspace.py lays out regions with.
+  module.attr("FLAG_BYTES") = sizeof(Flag);
+  module.attr("FAULT_BYTES") = sizeof(FaultRecord);
+  module.attr("STREAM_BYTES") = sizeof(StreamState);
+  module.attr("CHANNEL_BYTES") = sizeof(ChannelState);
+  module.attr("STATUS_FAULTED") = int(Status::kFaulted);
+  module.attr("STATUS_BUSY") = int(Status::kBusy);
+  module.attr("built_variants") = variants(false);
+  module.attr("runnable_variants") = variants(true);
+
+  py::class_<ControlLayout>(module, "ControlLayout")
+      .def(py::init<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, int32_t, int32_t>(), py::kw_only(),
+           py::arg("fault_offset"), py::arg("streams_offset"), py::arg("stream_bytes"), py::arg("flags_offset"),
+           py::arg("flags_bytes"), py::arg("num_streams"), py::arg("num_channels"));
+
+  py::class_<Endpoint>(module, "Endpoint")
+      .def(py::init<int, std::vector<uint64_t>, std::vector<int>, const ControlLayout&, int64_t, int64_t, int, int,
+                    const std::string&>(),
+           py::kw_only(), py::arg("rank"), py::arg("bases"), py::arg("socket_fds"), py::arg("control"),
+           py::arg("timeout_ns"), py::arg("first_timeout_ns"), py::arg("num_spins"), py::arg("num_yields"),
+           py::arg("isa"))
+      .def_property_readonly("isa", [](const Endpoint& endpoint) { return endpoint.variant().name; })
+      .def("is_poisoned", &Endpoint::is_poisoned)
+      .def("fault", &fault_dict)
+      .def("is_in_flight", &is_in_flight, py::arg("stream_idx"))
+      .def("stream_counters", &stream_counters, py::arg("stream_idx"));
+
+  module.def("init_region", &DCP_NS::init_region, py::arg("base"), py::arg("control"), py::arg("num_ranks"),
+             py::arg("start_epoch"));
+  bind_a2a_lse_reduce(module);
+}

@@ -1,0 +1,51 @@
+// Where the rows of `a2a_lse_reduce` lie: strided tensors of the caller, staging in the symmetric region, and which
+// rows a shard has nothing to say about.
+#pragma once
+
+#include "arch/target.h"
+
+namespace dcp::DCP_NS {
+
+// Staging slot of `source` in the region of `owner`. A rank never sends to itself, so there are num_ranks - 1 slots.
+DCP_FN int staging_slot(int source, int owner, int num_ranks) {
+  const int distance = source - owner;
+  return (distance > 0 ? distance : distance + num_ranks) - 1;
+}
+
+// Rows of one channel among `num_rows` staging rows: channel_idx, channel_idx + num_channels, ... The owner of a row is
+// a function of the row alone. A split in contiguous blocks would move rows between channels when T changes, and a
+// channel would overwrite staging that another channel of a slower peer still reads (tests/protocol).
+struct ChannelRows {
+  int64_t first;
+  int64_t step;
+};
+
+DCP_FN ChannelRows channel_rows(int channel_idx, int num_channels) { return {channel_idx, num_channels}; }
+
+// Which rows the lengths call empty on this rank.
+struct ShardMask {
+  const int32_t* seq_lens;         // [num_seqs] local KV lengths, or null: nothing is known
+  const int32_t* query_start_loc;  // [num_seqs + 1]
+  int32_t num_seqs;
+
+  DCP_FN bool known() const { return seq_lens != nullptr; }
+
+  // True for a row of a sequence without a local token, and for a row outside [query_start_loc[0],
+  // query_start_loc[num_seqs]): graph padding.
+  DCP_FN bool is_empty(int64_t row) const {
+    if (seq_lens == nullptr) return false;
+    if (num_seqs == 0 || row < query_start_loc[0] || row >= query_start_loc[num_seqs]) return true;
+    int low = 0, high = num_seqs;  // query_start_loc[low] <= row < query_start_loc[high]
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (query_start_loc[middle] <= row) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    return seq_lens[low] <= 0;
+  }
+};
+
+}  // namespace dcp::DCP_NS

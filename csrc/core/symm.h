@@ -1,0 +1,27 @@
+// Symmetric memory: the same offset means the same thing in every rank's region.
+#pragma once
+
+#include "arch/target.h"
+
+namespace dcp::DCP_NS {
+
+template <class T>
+DCP_FN T* symm_at(const SymmView& symm, int peer, uint64_t offset) {
+  return reinterpret_cast<T*>(symm.bases[peer] + offset);
+}
+
+template <class T>
+DCP_FN T* symm_own(const SymmView& symm, uint64_t offset) {
+  return symm_at<T>(symm, symm.rank, offset);
+}
+
+// The i-th peer to visit (i = 0 is this rank). Each rank starts at another peer, so that W ranks do not all write to
+// the same one at the same time.
+DCP_FN int peer_order(const SymmView& symm, int i) {
+  const int peer = symm.rank + i;
+  return peer < symm.num_ranks ? peer : peer - symm.num_ranks;
+}
+
+DCP_FN uint64_t rank_bit(int rank) { return uint64_t(1) << rank; }
+
+}  // namespace dcp::DCP_NS

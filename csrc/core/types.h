@@ -1,0 +1,113 @@
+// Plain data that crosses the host / device line and the line between the compilations of one source.
+// Only data lives here: a function would be emitted by every CPU variant under one name, and the linker would keep
+// one of them, perhaps the one with instructions that this machine does not have.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace dcp {
+
+// A set of ranks is one 64-bit word (missing peers, lost peers).
+inline constexpr int kMaxRanks = 64;
+// Part of every digest and of the group verdict: two builds that speak different protocols never exchange data.
+inline constexpr uint32_t kProtocolVersion = 1;
+
+// 16-bit floating point as it lies in memory; arch/ converts.
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+enum class DType : uint8_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+enum class LseBase : uint8_t { kE = 0, k2 = 1 };
+enum class Op : uint8_t { kA2aLseReduce = 1 };
+
+enum class Status : int {
+  kOk = 0,
+  kFaulted = 1,  // the fault record says what happened; output rows are NaN
+  kBusy = 2,     // a call on this epoch stream is in flight; nothing was touched
+};
+
+enum class FaultKind : uint8_t {
+  kNone = 0,
+  kTimeout = 1,      // peers did not signal before the deadline
+  kMismatch = 2,     // a peer made a different call
+  kPeerLost = 3,     // a peer's process is gone
+  kInterrupted = 4,  // this rank was interrupted (Ctrl-C) while it waited
+};
+
+// One flag per [parity][channel][peer], written by that peer only. A line of its own: W writers share no line.
+struct alignas(64) Flag {
+  uint64_t value;     // epoch (low 32 bits) in the low half, digest of the call in the high half
+  uint32_t sleepers;  // > 0: the owner sleeps on `value` (CPU only)
+  uint32_t unused[13];
+};
+
+// The first cause of a fault. `poison` is the only word that peers write, once, by compare-exchange from 0.
+struct alignas(64) FaultRecord {
+  uint64_t poison;  // 0, or PoisonWord: kind 8 | reporter 8 | peer 8 | op 8 | epoch low 32
+  uint64_t ready;   // 1: the words below are complete (only in the reporter's own region)
+  uint64_t ranks;   // the set of ranks at fault
+  uint64_t lane;
+  uint64_t epoch;
+  uint64_t my_call;    // descriptor of the reporter's call
+  uint64_t peer_call;  // descriptor of the peer's call (mismatch)
+  uint64_t waited_ns;
+};
+
+// One epoch stream = (op, lane). Written by its own rank only; peers read it to tell who is waiting for whom.
+struct alignas(64) StreamState {
+  uint64_t epoch;          // of the last completed round
+  uint64_t call;           // descriptor of the call in flight, or of the last one
+  uint64_t num_calls;      // completed; 0 = the next call is the first and gets the longer deadline
+  uint64_t nonfinite_lse;  // LSEs that are not finite on shards that the lengths call non-empty
+  uint32_t channels_left;  // channels of the call in flight that are done
+  uint32_t in_flight;      // 1: a call is in flight
+  uint32_t unused[6];
+};
+
+struct alignas(64) ChannelState {
+  uint64_t in_flight;  // 0 = idle, else the epoch of the round that this channel is in
+  uint64_t unused[7];
+};
+
+// Where the control words lie in every rank's region (byte offsets, the same on all ranks).
+// Stream s: StreamState, then num_channels x ChannelState, at streams_offset + s * stream_bytes; its flags
+// [2][num_channels][num_ranks] at flags_offset + s * flags_bytes.
+struct ControlLayout {
+  uint64_t fault_offset;
+  uint64_t streams_offset;
+  uint64_t stream_bytes;
+  uint64_t flags_offset;
+  uint64_t flags_bytes;
+  int32_t num_streams;
+  int32_t num_channels;
+};
+
+// What the host can tell a waiting kernel. A GPU kernel never hears of either.
+struct HostEvents {
+  uint64_t lost_peers;  // processes that are gone
+  bool interrupted;     // a signal handler of the host wants the call to end
+};
+
+struct WaitPolicy {
+  int64_t timeout_ns;        // 0 = for ever
+  int64_t first_timeout_ns;  // for the first call of a stream: peers may still load kernels
+  int32_t num_spins;         // polls before the first yield; may differ between ranks, it changes no result
+  int32_t num_yields;        // yields before the first sleep
+  void (*poll_host)(void* context, HostEvents* events);  // called about every 50 ms of a wait; may be null
+  void* poll_context;
+};
+
+// This rank's view of all regions. `bases` lies in memory, not in the struct: a parameter struct that is indexed at
+// run time costs a GPU thread its own copy on the stack.
+struct SymmView {
+  const uint64_t* bases;  // [num_ranks] addresses at which this process sees each rank's region
+  int32_t rank;
+  int32_t num_ranks;
+};
+
+}  // namespace dcp

@@ -1,0 +1,126 @@
+// The part of Channel::wait that runs when a peer is not there yet: patience, deadline, and the search for the culprit.
+// Included by core/channel.h.
+#pragma once
+
+#include "core/channel.h"
+
+namespace dcp::DCP_NS {
+
+#define DCP_COLD inline __attribute__((noinline, cold))
+
+// Waits for the flag of the peer at place `order_idx`. Three answers end it: the expected flag, a flag that cannot be
+// (mismatch), or a fault (poison, deadline, a lost peer, an interrupt).
+DCP_COLD Status Channel::wait_slow(int order_idx, uint64_t expected) const {
+  const int peer = peer_order(symm_, order_idx);
+  Flag* flag = own_flag(peer);
+  const uint32_t not_yet = uint32_t(previous_epoch(previous_epoch(epoch_)));
+  const int64_t timeout_ns = deadline_ns(policy_, is_first_call_);
+  int64_t start_ns = 0, next_host_poll_ns = 0;
+  arch::Backoff backoff(policy_);
+  for (;;) {
+    const uint64_t seen = arch::load_acquire_sys(&flag->value);
+    if (seen == expected) return Status::kOk;
+    if (uint32_t(seen) != not_yet) {
+      // Same epoch and another digest, or an epoch that this rank is not in: the peer made another call.
+      const StreamState* theirs = stream_state(symm_, control_, peer, stream_idx_);
+      report(FaultKind::kMismatch, rank_bit(peer), arch::load_relaxed_sys(&theirs->call), 0);
+      return Status::kFaulted;
+    }
+    if (backoff.is_slow()) {
+      if (is_poisoned(symm_, control_)) return Status::kFaulted;
+      const int64_t now_ns = arch::now_ns();
+      if (start_ns == 0) {
+        start_ns = now_ns;
+        next_host_poll_ns = now_ns + arch::kHostPollNs;
+      }
+      if (timeout_ns > 0 && now_ns - start_ns > timeout_ns) {
+        expire(FaultKind::kTimeout, now_ns - start_ns);
+        return Status::kFaulted;
+      }
+      if (now_ns > next_host_poll_ns) {
+        next_host_poll_ns = now_ns + arch::kHostPollNs;
+        const HostEvents events = arch::poll_host(policy_);
+        if (events.interrupted) {
+          report(FaultKind::kInterrupted, rank_bit(symm_.rank), 0, now_ns - start_ns);
+          return Status::kFaulted;
+        }
+        // A peer may have signalled, finished and left: only one that is still missing is a loss.
+        const uint64_t lost = events.lost_peers & missing_at(symm_.rank, stream_idx_, epoch_);
+        if (lost != 0) {
+          report(FaultKind::kPeerLost, lost, 0, now_ns - start_ns);
+          return Status::kFaulted;
+        }
+      }
+    }
+    backoff.pause(flag, seen);
+  }
+}
+
+// The deadline has passed: names the ranks at fault, and tells a late peer from one that waits in another call.
+DCP_COLD void Channel::expire(FaultKind kind, int64_t waited_ns) const {
+  const uint64_t missing = missing_at(symm_.rank, stream_idx_, epoch_);
+  const uint64_t blamed = blame(missing);
+  for (int peer = 0; peer < symm_.num_ranks; ++peer) {
+    uint64_t call = 0;
+    if ((blamed & rank_bit(peer)) != 0 && waits_elsewhere(peer, &call)) {
+      return report(FaultKind::kMismatch, rank_bit(peer), call, waited_ns);
+    }
+  }
+  report(kind, blamed, 0, waited_ns);
+}
+
+// The peers whose flag of round `epoch` has not reached `rank`, on this channel.
+DCP_COLD uint64_t Channel::missing_at(int rank, int stream_idx, uint64_t epoch) const {
+  uint64_t missing = 0;
+  for (int source = 0; source < symm_.num_ranks; ++source) {
+    if (source == rank) continue;
+    Flag* flag = stream_flag(symm_, control_, rank, stream_idx, epoch, cta_.index(), source);
+    if (uint32_t(arch::load_relaxed_sys(&flag->value)) != uint32_t(epoch)) missing |= rank_bit(source);
+  }
+  return missing;
+}
+
+// Follows the chain of waits: a missing peer that is itself in a call and has unmet waits is a victim, not a culprit.
+// Without this, a rank whose deadline happens to end first would name its neighbour instead of the rank that stopped.
+DCP_COLD uint64_t Channel::blame(uint64_t missing) const {
+  uint64_t blamed = 0, visited = rank_bit(symm_.rank), frontier = missing;
+  while (frontier != 0) {
+    const int peer = __builtin_ctzll(frontier);
+    frontier &= ~rank_bit(peer);
+    visited |= rank_bit(peer);
+    const ChannelState* theirs = channel_state(symm_, control_, peer, stream_idx_, cta_.index());
+    const uint64_t epoch = arch::load_acquire_sys(&theirs->in_flight);
+    const uint64_t unmet = epoch == 0 ? 0 : missing_at(peer, stream_idx_, epoch);
+    if (unmet == 0) {
+      blamed |= rank_bit(peer);
+    } else {
+      frontier |= unmet & ~visited;
+    }
+  }
+  return blamed != 0 ? blamed : missing;
+}
+
+// True when `peer` waits in another epoch stream for this rank, which is not in that call: the two made different calls.
+DCP_COLD bool Channel::waits_elsewhere(int peer, uint64_t* call) const {
+  for (int stream_idx = 0; stream_idx < control_.num_streams; ++stream_idx) {
+    if (stream_idx == stream_idx_) continue;
+    const uint64_t theirs = arch::load_acquire_sys(
+        &channel_state(symm_, control_, peer, stream_idx, cta_.index())->in_flight);
+    const uint64_t mine = arch::load_acquire_sys(
+        &channel_state(symm_, control_, symm_.rank, stream_idx, cta_.index())->in_flight);
+    if (theirs == 0 || theirs == mine) continue;
+    if ((missing_at(peer, stream_idx, theirs) & rank_bit(symm_.rank)) == 0) continue;
+    *call = arch::load_relaxed_sys(&stream_state(symm_, control_, peer, stream_idx)->call);
+    return true;
+  }
+  return false;
+}
+
+DCP_COLD void Channel::report(FaultKind kind, uint64_t ranks, uint64_t peer_call, int64_t waited_ns) const {
+  report_fault(symm_, control_,
+               {kind, Op(call_ >> 56), int(call_ >> 48 & 0xff), ranks, epoch_, call_, peer_call, uint64_t(waited_ns)});
+}
+
+#undef DCP_COLD
+
+}  // namespace dcp::DCP_NS

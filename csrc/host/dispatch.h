@@ -1,0 +1,62 @@
+// The compilations of every op that this module carries, and which of them runs here.
+#pragma once
+
+#include <cstring>
+
+#include "ops/a2a_lse_reduce.h"
+
+namespace dcp {
+
+#define DCP_DECLARE_OPS(ns)                                  \
+  namespace ns {                                             \
+  Status a2a_lse_reduce(const A2aLseReduceParams& params); \
+  }
+#if defined(DCP_HAVE_V4)
+DCP_DECLARE_OPS(v4)
+#endif
+#if defined(DCP_HAVE_V3)
+DCP_DECLARE_OPS(v3)
+#endif
+DCP_DECLARE_OPS(baseline)
+#undef DCP_DECLARE_OPS
+
+// One compilation of all ops. The first in the table that the processor runs is the default.
+struct Variant {
+  const char* name;
+  bool (*runs_here)();
+  A2aLseReduceFn a2a_lse_reduce;
+};
+
+#if defined(DCP_HAVE_V4) || defined(DCP_HAVE_V3)
+// The x86-64 psABI levels; __builtin_cpu_supports also asks the OS whether it saves the wide registers.
+inline bool runs_v3() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+         __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("avx") && __builtin_cpu_supports("popcnt");
+}
+inline bool runs_v4() {
+  return runs_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+inline constexpr Variant kVariants[] = {
+#if defined(DCP_HAVE_V4)
+    {"v4", runs_v4, v4::a2a_lse_reduce},
+#endif
+#if defined(DCP_HAVE_V3)
+    {"v3", runs_v3, v3::a2a_lse_reduce},
+#endif
+    {"baseline", [] { return true; }, baseline::a2a_lse_reduce},
+};
+
+// The variant of that name, or the best for "auto". Null: there is none, or the processor cannot run it.
+inline const Variant* find_variant(const char* name) {
+  for (const Variant& variant : kVariants) {
+    if (variant.runs_here() && (std::strcmp(name, "auto") == 0 || std::strcmp(name, variant.name) == 0)) {
+      return &variant;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace dcp

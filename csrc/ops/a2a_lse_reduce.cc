@@ -1,0 +1,218 @@
+// Kernel and launch of a2a_lse_reduce; the specification is in the header.
+#include "ops/a2a_lse_reduce.h"
+
+#include "arch/target.h"
+#include "core/channel.h"
+#include "core/layout.h"
+#include "core/lse.h"
+#include "core/tile.h"
+
+namespace dcp::DCP_NS {
+namespace {
+
+using Params = A2aLseReduceParams;
+using Lanes = arch::Lanes<32>;
+
+// One (row, head) is merged by one group of lanes.
+struct Shared {
+  float weight[Lanes::kMaxGroups][kMaxRanks];
+  const void* source[Lanes::kMaxGroups][kMaxRanks];
+};
+
+// Rows [first_row, first_row + num_rows) of the call are rows [0, num_rows) of the staging in this round.
+struct Round {
+  int64_t first_row;
+  int64_t num_rows;
+  int parity;
+};
+
+DCP_FN ShardMask shard_mask(const Params& p) { return {p.seq_lens, p.query_start_loc, p.num_seqs}; }
+
+DCP_FN uint64_t staging_row(const Params& p, int source, int owner, const Round& round, int64_t row) {
+  const uint64_t slot = uint64_t(staging_slot(source, owner, p.symm.num_ranks));
+  return (uint64_t(round.parity) * (p.symm.num_ranks - 1) + slot) * p.max_num_tokens + row;
+}
+
+DCP_FN float own_lse(const Params& p, int64_t row, int head, bool is_empty) {
+  if (is_empty) return -__builtin_inff();
+  const int64_t index = row * p.partial_lse_token_stride + head * p.partial_lse_head_stride;
+  return sanitize_lse(load_lse(p.partial_lse, p.lse_dtype, index));
+}
+
+// Step `publish`: this channel's rows of this round into `peer`'s staging.
+template <class T>
+DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round, int peer) {
+  const ShardMask mask = shard_mask(p);
+  const ChannelRows rows = channel_rows(cta.index(), p.control.num_channels);
+  const int first_head = peer * p.num_local_heads;
+  const int64_t head_bytes = int64_t(p.head_dim) * sizeof(T);
+  for (int64_t row = rows.first; row < round.num_rows; row += rows.step) {
+    const int64_t token = round.first_row + row;
+    const bool is_empty = mask.is_empty(token);
+    const uint64_t to = staging_row(p, p.symm.rank, peer, round, row);
+    float* lse = symm_at<float>(p.symm, peer, p.lse_offset + to * p.lse_row_bytes);
+    for (int h = cta.thread_rank(); h < p.num_local_heads; h += cta.size()) {
+      lse[h] = own_lse(p, token, first_head + h, is_empty);
+    }
+    if (is_empty) continue;
+    char* payload = symm_at<char>(p.symm, peer, p.payload_offset + to * p.row_bytes);
+    const T* source = static_cast<const T*>(p.partial_out) + token * p.partial_out_token_stride +
+                      first_head * p.partial_out_head_stride;
+    if (p.partial_out_head_stride == p.head_dim) {
+      arch::copy_bytes(cta, payload, source, head_bytes * p.num_local_heads);
+    } else {
+      for (int h = 0; h < p.num_local_heads; ++h) {
+        arch::copy_bytes(cta, payload + h * head_bytes, source + h * p.partial_out_head_stride, head_bytes);
+      }
+    }
+  }
+}
+
+// Merges one (row, head). `weight` and `source` are the group's shared memory.
+template <class T>
+DCP_FN void reduce_head(const Lanes& lanes, const Params& p, const Round& round, int64_t row, int head,
+                        bool own_is_empty, float* weight, const void** source) {
+  const int num_ranks = p.symm.num_ranks, rank = p.symm.rank, global_head = rank * p.num_local_heads + head;
+  const int64_t token = round.first_row + row;
+  const char* own_region = symm_own<char>(p.symm, 0);
+  for (int s = lanes.rank(); s < num_ranks; s += lanes.size()) {
+    if (s == rank) {
+      weight[s] = own_lse(p, token, global_head, own_is_empty);
+      source[s] = static_cast<const T*>(p.partial_out) + token * p.partial_out_token_stride +
+                  global_head * p.partial_out_head_stride;
+    } else {
+      const uint64_t from = staging_row(p, s, rank, round, row);
+      weight[s] = reinterpret_cast<const float*>(own_region + p.lse_offset + from * p.lse_row_bytes)[head];
+      source[s] = reinterpret_cast<const T*>(own_region + p.payload_offset + from * p.row_bytes) +
+                  int64_t(head) * p.head_dim;
+    }
+  }
+  lanes.sync();
+  // Every lane walks all shards in rank order: num_ranks is small, and one order gives one result.
+  float max = -__builtin_inff();
+  for (int s = 0; s < num_ranks; ++s) max = weight[s] > max ? weight[s] : max;
+  const float shift = is_finite(max) ? max : 0.0f;
+  lanes.sync();
+  for (int s = lanes.rank(); s < num_ranks; s += lanes.size()) weight[s] = lse_exp(weight[s] - shift, p.lse_base);
+  lanes.sync();
+  float sum = 0.0f;
+  for (int s = 0; s < num_ranks; ++s) sum += weight[s];
+  if (p.out_lse != nullptr && lanes.rank() == 0) {
+    p.out_lse[token * p.out_lse_token_stride + head * p.out_lse_head_stride] =
+        sum > 0.0f ? merged_lse(max, sum, p.lse_base) : -__builtin_inff();
+  }
+  // Shards of weight 0 drop out of the list: what they hold is never read, and 0 x NaN never happens.
+  const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
+  int num_live = 0;
+  lanes.sync();
+  if (lanes.rank() == 0) {
+    for (int s = 0; s < num_ranks; ++s) {
+      if (weight[s] == 0.0f) continue;
+      weight[num_live] = weight[s] * scale;
+      source[num_live++] = source[s];
+    }
+  }
+  num_live = lanes.broadcast(num_live);
+  T* out = static_cast<T*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
+  weighted_sum_row(lanes, out, reinterpret_cast<const T* const*>(source), weight, num_live, p.head_dim);
+  lanes.sync();
+}
+
+// Step `reduce`: this channel's rows of this round.
+template <class T>
+DCP_FN void reduce(const arch::Cta& cta, const Params& p, const Round& round) {
+  Shared& shared = cta.shared<Shared>();
+  const Lanes lanes(cta);
+  const ShardMask mask = shard_mask(p);
+  const ChannelRows rows = channel_rows(cta.index(), p.control.num_channels);
+  const int64_t num_channel_rows = (round.num_rows - rows.first + rows.step - 1) / rows.step;
+  for (int64_t item = lanes.group(); item < num_channel_rows * p.num_local_heads; item += lanes.num_groups()) {
+    const int64_t row = rows.first + item / p.num_local_heads * rows.step;
+    const int head = int(item % p.num_local_heads);
+    reduce_head<T>(lanes, p, round, row, head, mask.is_empty(round.first_row + row), shared.weight[lanes.group()],
+                   shared.source[lanes.group()]);
+  }
+}
+
+// What a caller sees of a call that failed: NaN in every row, never a stale or half-merged number.
+template <class T>
+DCP_FN void poison_output(const arch::Cta& cta, const Params& p) {
+  const Lanes lanes(cta);
+  for (int64_t token = cta.index(); token < p.num_tokens; token += p.control.num_channels) {
+    for (int h = lanes.group(); h < p.num_local_heads; h += lanes.num_groups()) {
+      T* out = static_cast<T*>(p.out) + token * p.out_token_stride + h * p.out_head_stride;
+      fill_row(lanes, out, p.head_dim, __builtin_nanf(""));
+      if (p.out_lse != nullptr) {
+        p.out_lse[token * p.out_lse_token_stride + h * p.out_lse_head_stride] = __builtin_nanf("");
+      }
+    }
+  }
+}
+
+// Counts LSEs that are not finite although the lengths say that the shard has tokens: a producer's bug that the merge
+// hides (the shard counts as empty), so it must show somewhere.
+DCP_FN void count_nonfinite(const arch::Cta& cta, const Params& p, StreamState* state) {
+  const ShardMask mask = shard_mask(p);
+  if (!mask.known()) return;
+  uint64_t count = 0;
+  for (int64_t token = cta.index(); token < p.num_tokens; token += p.control.num_channels) {
+    if (mask.is_empty(token)) continue;
+    for (int h = cta.thread_rank(); h < p.num_local_heads * p.symm.num_ranks; h += cta.size()) {
+      const int64_t index = token * p.partial_lse_token_stride + h * p.partial_lse_head_stride;
+      count += is_finite(load_lse(p.partial_lse, p.lse_dtype, index)) ? 0 : 1;
+    }
+  }
+  if (count != 0) arch::fetch_add(&state->nonfinite_lse, count);
+}
+
+template <class T>
+Status a2a_lse_reduce_kernel(const arch::Cta& cta, const Params& p) {
+  const uint64_t call = call_descriptor(Op::kA2aLseReduce, p.lane, p.dtype, p.lse_base, p.num_tokens);
+  Channel channel(cta, p.symm, p.control, p.wait, p.stream_idx, call);
+  Status status = channel.enter();
+  int64_t first_row = 0;
+  while (status == Status::kOk) {  // T = 0 runs one round: every rank signals and waits in every call
+    const int64_t rows_left = p.num_tokens - first_row;
+    const Round round = {first_row, rows_left < p.max_num_tokens ? rows_left : p.max_num_tokens, channel.parity()};
+    for (int i = 1; i < p.symm.num_ranks; ++i) {
+      const int peer = peer_order(p.symm, i);
+      publish<T>(cta, p, round, peer);
+      channel.signal(peer);
+    }
+    status = channel.wait();
+    if (status != Status::kOk) break;
+    reduce<T>(cta, p, round);
+    first_row += round.num_rows;
+    if (first_row >= p.num_tokens) break;
+    channel.next_round();
+  }
+  count_nonfinite(cta, p, stream_state(p.symm, p.control, p.symm.rank, p.stream_idx));
+  if (status == Status::kOk) status = channel.confirm();
+  if (status != Status::kOk) poison_output<T>(cta, p);
+  channel.leave();
+  return status;
+}
+
+}  // namespace
+
+Status a2a_lse_reduce(const Params& p) {
+  StreamState* state = stream_state(p.symm, p.control, p.symm.rank, p.stream_idx);
+  if (!arch::claim_call(state)) return Status::kBusy;
+  const int num_channels = p.control.num_channels;
+  Status status = Status::kOk;
+  switch (p.dtype) {
+    case DType::kFloat32:
+      status = arch::launch<Shared>(a2a_lse_reduce_kernel<float>, num_channels, p);
+      break;
+    case DType::kFloat16:
+      status = arch::launch<Shared>(a2a_lse_reduce_kernel<Half>, num_channels, p);
+      break;
+    case DType::kBFloat16:
+      status = arch::launch<Shared>(a2a_lse_reduce_kernel<BFloat16>, num_channels, p);
+      break;
+  }
+  arch::release_call(state);
+  return status;
+}
+
+}  // namespace dcp::DCP_NS

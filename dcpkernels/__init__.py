@@ -1,0 +1,65 @@
+"""Fused collectives for decode context parallelism (DCP): one sequence's KV cache sharded by token over several ranks.
+
+    workspace = dcpkernels.Workspace(group, device="cpu", config=dcpkernels.WorkspaceConfig(...))
+    out = dcpkernels.a2a_lse_reduce(partial_out, partial_lse, workspace=workspace, lse_base="e")
+
+Importing this package loads no extension and no torch, touches no device and prints nothing: names are resolved at
+their first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from dcpkernels.errors import (
+    DcpDeviceError,
+    DcpError,
+    DcpInvalidArgument,
+    DcpMismatch,
+    DcpPeerLost,
+    DcpTimeout,
+    DcpUnsupported,
+)
+
+if TYPE_CHECKING:
+    from dcpkernels.ops.a2a_lse_reduce import a2a_lse_reduce
+    from dcpkernels.workspace import Workspace, WorkspaceConfig, WorkspaceSize
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Workspace": "dcpkernels.workspace",
+    "WorkspaceConfig": "dcpkernels.workspace",
+    "WorkspaceSize": "dcpkernels.workspace",
+    # The op shares its name with the module under ops/; this is the function.
+    "a2a_lse_reduce": "dcpkernels.ops.a2a_lse_reduce",
+}
+
+__all__ = [
+    "DcpDeviceError",
+    "DcpError",
+    "DcpInvalidArgument",
+    "DcpMismatch",
+    "DcpPeerLost",
+    "DcpTimeout",
+    "DcpUnsupported",
+    "Workspace",
+    "WorkspaceConfig",
+    "WorkspaceSize",
+    "__version__",
+    "a2a_lse_reduce",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'dcpkernels' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOMES))

@@ -1,0 +1,58 @@
+"""From a fault record in memory to the error that every rank raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dcpkernels.errors import DcpError, DcpMismatch, DcpPeerLost, DcpTimeout
+from dcpkernels.heap.verdict import rank_list
+
+# csrc/core/types.h: FaultKind, Op, DType, LseBase.
+_TIMEOUT, _MISMATCH, _PEER_LOST, _INTERRUPTED = 1, 2, 3, 4
+_OP_NAMES = {1: "a2a_lse_reduce"}
+_DTYPE_NAMES = {0: "float32", 1: "float16", 2: "bfloat16"}
+_LSE_BASE_NAMES = {0: "e", 1: "2"}
+
+
+def describe_call(descriptor: int) -> str:
+    """The call behind a descriptor of csrc/core/digest.h, in the user's words."""
+    if descriptor == 0:
+        return "no call yet"
+    op, lane = descriptor >> 56, descriptor >> 48 & 0xFF
+    dtype, base = descriptor >> 44 & 0xF, descriptor >> 40 & 0xF
+    return (
+        f"{_OP_NAMES.get(op, f'op {op}')}(num_tokens={descriptor & 0xFFFFFFFF}, dtype={_DTYPE_NAMES.get(dtype, dtype)}, "
+        f"lse_base={_LSE_BASE_NAMES.get(base, base)!r}, lane={lane})"
+    )
+
+
+def fault_error(op: str, fault: dict[str, Any]) -> DcpError:
+    """The error for a fault (`Endpoint.fault()`), as seen by a rank that is in, or enters, `op`."""
+    kind, reporter = fault["kind"], fault["reporter"]
+    ranks = tuple(rank for rank in range(64) if fault["ranks"] >> rank & 1)
+    where = f"reported by rank {reporter}"
+    if fault["has_record"]:
+        where += f" in {describe_call(fault['my_call'])}, epoch {fault['epoch']}"
+        if fault["waited_ns"]:
+            where += f", after {fault['waited_ns'] / 1e9:.1f} s"
+    if kind == _TIMEOUT:
+        return DcpTimeout(f"{op}: all ranks must call in time ({rank_list(ranks)} did not; {where})", ranks=ranks)
+    if kind == _MISMATCH:
+        calls = f"rank {reporter}: {describe_call(fault['my_call'])}; {rank_list(ranks)}: {describe_call(fault['peer_call'])}"
+        if not fault["has_record"]:
+            calls = f"rank {reporter} and {rank_list(ranks)} differ"
+        elif fault["my_call"] == fault["peer_call"]:
+            calls += ", a call ahead or behind"
+        return DcpMismatch(f"{op}: all ranks must make the same calls ({calls}; epoch {fault['epoch']})", ranks=ranks)
+    if kind == _PEER_LOST:
+        return lost_error(op, ranks, where)
+    if kind == _INTERRUPTED:
+        return DcpError(f"{op}: no rank may be interrupted inside a call (rank {reporter} was; {where})", ranks=ranks)
+    return DcpError(f"{op}: a fault must have a known kind (got {kind}; {where})", ranks=ranks)
+
+
+def lost_error(op: str, ranks: Iterable[int], where: str = "") -> DcpPeerLost:
+    ranks = tuple(ranks)
+    detail = f"; {where}" if where else ""
+    return DcpPeerLost(f"{op}: all ranks must be alive ({rank_list(ranks)} is gone or has closed{detail})", ranks=ranks)

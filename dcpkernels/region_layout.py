@@ -1,0 +1,125 @@
+"""Where things lie in a rank's symmetric region: pure integers, the one place that adds up offsets and sizes.
+
+The C++ side is handed the offsets; `_backend` compares the sizes of the control words with those it was compiled with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dcpkernels.errors import DcpInvalidArgument
+
+# csrc/core/types.h: a flag, a fault record, a stream's and a channel's state each fill one cache line.
+FLAG_BYTES = 64
+FAULT_BYTES = 64
+STREAM_BYTES = 64
+CHANNEL_BYTES = 64
+
+# Parts start on pages: a part can then be handed to another memory policy, and no two share a line.
+PART_ALIGNMENT = 4096
+# Rows start on cache lines: a writer of one row shares no line with a writer of the next.
+ROW_ALIGNMENT = 64
+
+NUM_PARITIES = 2
+OPS = ("a2a_lse_reduce",)
+
+
+def align_up(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class Part:
+    """`num_bytes` at `offset` of every rank's region."""
+
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class RegionLayout:
+    """The layout of one rank's region. All ranks of a workspace have the same one.
+
+    Args (counts, bytes):
+        num_ranks, num_heads (of all ranks), head_dim, max_num_tokens: the geometry of `WorkspaceConfig`.
+        item_bytes: size of one element of the partial output.
+        num_lanes: independent copies of staging, flags and epochs.
+        num_channels: parts of a call that run on their own.
+    """
+
+    num_ranks: int
+    num_heads: int
+    head_dim: int
+    max_num_tokens: int
+    item_bytes: int
+    num_lanes: int
+    num_channels: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "num_heads", "head_dim", "max_num_tokens", "num_lanes", "num_channels"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise DcpInvalidArgument(f"workspace: {name} must be a whole number >= 1 (got {getattr(self, name)!r})")
+        if self.num_heads % self.num_ranks:
+            raise DcpInvalidArgument(
+                f"workspace: num_heads must be divisible by num_ranks={self.num_ranks} (got {self.num_heads})"
+            )
+
+    @property
+    def num_local_heads(self) -> int:
+        return self.num_heads // self.num_ranks
+
+    # -- control words
+
+    @property
+    def num_streams(self) -> int:
+        return len(OPS) * self.num_lanes
+
+    @property
+    def stream_bytes(self) -> int:
+        return STREAM_BYTES + self.num_channels * CHANNEL_BYTES
+
+    @property
+    def flags_bytes(self) -> int:
+        """Flags of one stream: [parity][channel][peer]."""
+        return NUM_PARITIES * self.num_channels * self.num_ranks * FLAG_BYTES
+
+    def stream_idx(self, op: str, lane: int) -> int:
+        return OPS.index(op) * self.num_lanes + lane
+
+    # -- staging of a2a_lse_reduce
+
+    @property
+    def row_bytes(self) -> int:
+        return align_up(self.num_local_heads * self.head_dim * self.item_bytes, ROW_ALIGNMENT)
+
+    @property
+    def lse_row_bytes(self) -> int:
+        return align_up(self.num_local_heads * 4, ROW_ALIGNMENT)
+
+    @property
+    def num_staging_rows(self) -> int:
+        """Of one lane. A rank never sends to itself: one slot per *other* rank."""
+        return NUM_PARITIES * (self.num_ranks - 1) * self.max_num_tokens
+
+    # -- the whole
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """Name -> place, in order. Per-lane parts hold their lanes one after the other."""
+        sizes = {
+            "fault": FAULT_BYTES,
+            "streams": self.num_streams * self.stream_bytes,
+            "flags": self.num_streams * self.flags_bytes,
+            "a2a_lse_reduce.payload": self.num_lanes * self.num_staging_rows * self.row_bytes,
+            "a2a_lse_reduce.lse": self.num_lanes * self.num_staging_rows * self.lse_row_bytes,
+        }
+        parts, offset = {}, 0
+        for name, num_bytes in sizes.items():
+            parts[name] = Part(offset, num_bytes)
+            offset = align_up(offset + num_bytes, PART_ALIGNMENT)
+        return parts
+
+    @property
+    def num_bytes(self) -> int:
+        last = list(self.parts.values())[-1]
+        return align_up(last.offset + last.num_bytes, PART_ALIGNMENT)
