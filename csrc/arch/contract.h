@@ -11,7 +11,7 @@
 //   time       now_ns, spin_pause, Backoff {is_slow, pause}, kHostPollNs, poll_host
 //   bytes      copy_bytes(cta, destination, source, num_bytes)
 //   numbers    fma, exp2 (x <= 0), log2, abs; half / bfloat16 <-> float, to nearest even; to_float, from_float<T>
-//   vectors    FloatVec {kLanes, broadcast, load(const T*), store(T*)} for float, Half, BFloat16; fma; kRowBlock
+//   vectors    RowVec<T> {kElements, broadcast, load, store} for float, Half, BFloat16; fma; kRowBlock, kHeadTile
 //
 // Every number is the result of correctly rounded IEEE operations in a stated order, so that the variants of one target
 // agree in every bit. There is no fence: order comes from the flags alone, and ThreadSanitizer can follow it.
@@ -21,7 +21,7 @@
 
 namespace dcp::DCP_NS {
 
-static_assert(arch::FloatVec::kLanes >= 1 && arch::kRowBlock >= 1);
+static_assert(arch::RowVec<float>::kElements >= 1 && arch::kRowBlock >= 1 && arch::kHeadTile >= 1);
 static_assert(arch::Lanes<32>::kMaxGroups >= 1);
 static_assert(noexcept(noexcept(arch::publish_done(*static_cast<const arch::Cta*>(nullptr)))));
 static_assert(sizeof(decltype(arch::exp2(0.0f))) == 4 && sizeof(decltype(arch::log2(1.0f))) == 4);

@@ -41,7 +41,7 @@ DCP_FN float fma(float a, float b, float c) {
 }
 #endif
 
-// 2^x for x <= 0, relative error below 2^-23.9 down to 2^-126, and gradual underflow below. x = n + f with |f| <= 1/2;
+// 2^x for x <= 0, relative error below 1.35 x 2^-24 down to 2^-126, and gradual underflow below. x = n + f with |f| <= 1/2;
 // 2^f by a minimax polynomial (relative error 2^-28.9).
 DCP_FN float exp2(float x) {
   const float clamped = x > -152.0f ? x : -152.0f;  // -inf too: 2^-152 rounds to 0
@@ -112,7 +112,11 @@ DCP_FN Half from_float<Half>(float x) {
   return {float_to_half(x)};
 }
 
-// ---- vectors of floats, loaded from and stored to any element type
+// ---- vectors
+//
+// RowVec<T> holds kElements consecutive elements of a row as floats. Only load and store know in which order they lie:
+// 16-bit formats keep the even and the odd elements apart, which costs a shift and a mask where widening in order would
+// cost two shuffles.
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 
@@ -122,28 +126,38 @@ struct FloatVec {
 
   static DCP_FN FloatVec broadcast(float x) { return {_mm512_set1_ps(x)}; }
   static DCP_FN FloatVec load(const float* p) { return {_mm512_loadu_ps(p)}; }
-  static DCP_FN FloatVec load(const BFloat16* p) {
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
-  }
-  static DCP_FN FloatVec load(const Half* p) {
-    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
-  }
   DCP_FN void store(float* p) const { _mm512_storeu_ps(p, v); }
-  DCP_FN void store(BFloat16* p) const {
-    const __m512i bits = _mm512_castps_si512(v);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-    rounded = _mm512_srli_epi32(rounded, 16);
-    const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    rounded = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc0));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
-  }
-  DCP_FN void store(Half* p) const {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
-  }
 };
 DCP_FN FloatVec fma(FloatVec a, FloatVec b, FloatVec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+
+DCP_FN void load_pair(const BFloat16* p, FloatVec& even, FloatVec& odd) {
+  const __m512i bits = _mm512_loadu_si512(p);
+  even.v = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+  odd.v = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(int(0xffff0000))));
+}
+DCP_FN __m512i round_to_high_half(FloatVec x) {
+  const __m512i bits = _mm512_castps_si512(x.v);
+  const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
+}
+DCP_FN void store_pair(BFloat16* p, FloatVec even, FloatVec odd) {
+  __m512i low = round_to_high_half(even), high = round_to_high_half(odd);
+  if (__builtin_expect(_mm512_cmp_ps_mask(even.v, odd.v, _CMP_UNORD_Q) != 0, 0)) {
+    const __m512i nan = _mm512_set1_epi32(0x7fc00000);
+    low = _mm512_mask_mov_epi32(low, _mm512_cmp_ps_mask(even.v, even.v, _CMP_UNORD_Q), nan);
+    high = _mm512_mask_mov_epi32(high, _mm512_cmp_ps_mask(odd.v, odd.v, _CMP_UNORD_Q), nan);
+  }
+  _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(low, 16), high));
+}
+
+DCP_FN void load_pair(const Half* p, FloatVec& first, FloatVec& second) {
+  first.v = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  second.v = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + 1));
+}
+DCP_FN void store_pair(Half* p, FloatVec first, FloatVec second) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(first.v, _MM_FROUND_TO_NEAREST_INT));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p) + 1, _mm512_cvtps_ph(second.v, _MM_FROUND_TO_NEAREST_INT));
+}
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
@@ -153,30 +167,39 @@ struct FloatVec {
 
   static DCP_FN FloatVec broadcast(float x) { return {_mm256_set1_ps(x)}; }
   static DCP_FN FloatVec load(const float* p) { return {_mm256_loadu_ps(p)}; }
-  static DCP_FN FloatVec load(const BFloat16* p) {
-    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
-  }
-  static DCP_FN FloatVec load(const Half* p) {
-    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
-  }
   DCP_FN void store(float* p) const { _mm256_storeu_ps(p, v); }
-  DCP_FN void store(BFloat16* p) const {
-    const __m256i bits = _mm256_castps_si256(v);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-    rounded = _mm256_srli_epi32(rounded, 16);
-    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
-    // packus works within 128-bit halves: bring the two useful quarters together.
-    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
-  }
-  DCP_FN void store(Half* p) const {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
-  }
 };
 DCP_FN FloatVec fma(FloatVec a, FloatVec b, FloatVec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+
+DCP_FN void load_pair(const BFloat16* p, FloatVec& even, FloatVec& odd) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  even.v = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+  odd.v = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(int(0xffff0000))));
+}
+DCP_FN __m256i round_to_high_half(FloatVec x) {
+  const __m256i bits = _mm256_castps_si256(x.v);
+  const __m256i last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), last);
+}
+DCP_FN void store_pair(BFloat16* p, FloatVec even, FloatVec odd) {
+  __m256i low = round_to_high_half(even), high = round_to_high_half(odd);
+  if (__builtin_expect(_mm256_movemask_ps(_mm256_cmp_ps(even.v, odd.v, _CMP_UNORD_Q)) != 0, 0)) {
+    const __m256i nan = _mm256_set1_epi32(0x7fc00000);
+    low = _mm256_blendv_epi8(low, nan, _mm256_castps_si256(_mm256_cmp_ps(even.v, even.v, _CMP_UNORD_Q)));
+    high = _mm256_blendv_epi8(high, nan, _mm256_castps_si256(_mm256_cmp_ps(odd.v, odd.v, _CMP_UNORD_Q)));
+  }
+  const __m256i both = _mm256_blend_epi16(_mm256_srli_epi32(low, 16), high, 0xaa);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), both);
+}
+
+DCP_FN void load_pair(const Half* p, FloatVec& first, FloatVec& second) {
+  first.v = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  second.v = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + 1));
+}
+DCP_FN void store_pair(Half* p, FloatVec first, FloatVec second) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(first.v, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p) + 1, _mm256_cvtps_ph(second.v, _MM_FROUND_TO_NEAREST_INT));
+}
 
 #else  // any other CPU: four scalars, which the compiler may turn into one vector
 
@@ -186,23 +209,7 @@ struct FloatVec {
 
   static DCP_FN FloatVec broadcast(float x) { return {{x, x, x, x}}; }
   static DCP_FN FloatVec load(const float* p) { return {{p[0], p[1], p[2], p[3]}}; }
-  static DCP_FN FloatVec load(const BFloat16* p) {
-    FloatVec out;
-    for (int i = 0; i < kLanes; ++i) out.v[i] = to_float(p[i]);
-    return out;
-  }
-  static DCP_FN FloatVec load(const Half* p) {
-    FloatVec out;
-    for (int i = 0; i < kLanes; ++i) out.v[i] = to_float(p[i]);
-    return out;
-  }
   DCP_FN void store(float* p) const { memcpy(p, v, sizeof(v)); }
-  DCP_FN void store(BFloat16* p) const {
-    for (int i = 0; i < kLanes; ++i) p[i] = from_float<BFloat16>(v[i]);
-  }
-  DCP_FN void store(Half* p) const {
-    for (int i = 0; i < kLanes; ++i) p[i] = from_float<Half>(v[i]);
-  }
 };
 DCP_FN FloatVec fma(FloatVec a, FloatVec b, FloatVec c) {
   FloatVec out;
@@ -210,9 +217,50 @@ DCP_FN FloatVec fma(FloatVec a, FloatVec b, FloatVec c) {
   return out;
 }
 
+template <class T>
+DCP_FN void load_pair(const T* p, FloatVec& first, FloatVec& second) {
+  for (int i = 0; i < FloatVec::kLanes; ++i) first.v[i] = to_float(p[i]);
+  for (int i = 0; i < FloatVec::kLanes; ++i) second.v[i] = to_float(p[FloatVec::kLanes + i]);
+}
+template <class T>
+DCP_FN void store_pair(T* p, FloatVec first, FloatVec second) {
+  for (int i = 0; i < FloatVec::kLanes; ++i) p[i] = from_float<T>(first.v[i]);
+  for (int i = 0; i < FloatVec::kLanes; ++i) p[FloatVec::kLanes + i] = from_float<T>(second.v[i]);
+}
+
 #endif
 
+DCP_FN void load_pair(const float* p, FloatVec& first, FloatVec& second) {
+  first = FloatVec::load(p);
+  second = FloatVec::load(p + FloatVec::kLanes);
+}
+DCP_FN void store_pair(float* p, FloatVec first, FloatVec second) {
+  first.store(p);
+  second.store(p + FloatVec::kLanes);
+}
+
+template <class T>
+struct RowVec {
+  static constexpr int kElements = 2 * FloatVec::kLanes;
+  FloatVec first, second;
+
+  static DCP_FN RowVec broadcast(float x) { return {FloatVec::broadcast(x), FloatVec::broadcast(x)}; }
+  static DCP_FN RowVec load(const T* p) {
+    RowVec out;
+    load_pair(p, out.first, out.second);
+    return out;
+  }
+  DCP_FN void store(T* p) const { store_pair(p, first, second); }
+};
+template <class T>
+DCP_FN RowVec<T> fma(RowVec<T> a, RowVec<T> b, RowVec<T> c) {
+  return {fma(a.first, b.first, c.first), fma(a.second, b.second, c.second)};
+}
+
 // Vectors of a row that are summed side by side: enough independent fma chains to fill the pipeline.
-inline constexpr int kRowBlock = 4;
+inline constexpr int kRowBlock = 2;
+
+// Heads whose weights are computed side by side: a constant that the compiler turns into vectors.
+inline constexpr int kHeadTile = 16;
 
 }  // namespace dcp::DCP_NS::arch

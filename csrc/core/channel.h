@@ -96,10 +96,11 @@ class Channel {
   DCP_FN Status confirm() const { return is_poisoned(symm_, control_) ? Status::kFaulted : Status::kOk; }
 
   // Step `leave`: the last channel to finish stores the epoch, so that the next call (or the next replay of a captured
-  // one) finds it in memory.
-  DCP_FN void leave() const {
+  // one) finds it in memory. A faulted call tells every peer why.
+  DCP_FN void leave(Status status) const {
     cta_.sync();
     if (cta_.thread_rank() != 0) return;
+    if (status != Status::kOk) forward_fault(symm_, control_);
     arch::store_release_sys(&mine_->in_flight, uint64_t(0));
     if (arch::fetch_add(&state_->channels_left, 1u) + 1 == uint32_t(control_.num_channels)) {
       arch::store_relaxed_sys(&state_->channels_left, 0u);

@@ -26,8 +26,18 @@ DCP_FN bool is_poisoned(const SymmView& symm, const ControlLayout& control) {
   return arch::load_acquire_sys(&symm_own<FaultRecord>(symm, control.fault_offset)->poison) != 0;
 }
 
-// Reports a fault unless one is known already: the first cause stays. The record is complete before any peer can see
-// the poison word, and every peer is poisoned before the kernel returns.
+// Poisons every peer with the cause that this rank knows. A rank that only adopts a cause forwards it too: the reporter
+// may have died half-way through its peers, and this rank will not signal any more (tests/protocol finds the hang).
+DCP_NOINLINE void forward_fault(const SymmView& symm, const ControlLayout& control) {
+  const uint64_t word = arch::load_acquire_sys(&symm_own<FaultRecord>(symm, control.fault_offset)->poison);
+  for (int i = 1; i < symm.num_ranks; ++i) {
+    FaultRecord* theirs = symm_at<FaultRecord>(symm, peer_order(symm, i), control.fault_offset);
+    arch::compare_exchange_sys(&theirs->poison, uint64_t(0), word);
+  }
+}
+
+// Reports a fault unless one is known already: the first cause stays. This rank is poisoned first, so that it publishes
+// nothing more; the record is complete before any peer can see the word; every peer is poisoned before the kernel returns.
 DCP_NOINLINE void report_fault(const SymmView& symm, const ControlLayout& control, const FaultReport& report) {
   FaultRecord* record = symm_own<FaultRecord>(symm, control.fault_offset);
   int peer = 0;
@@ -41,10 +51,7 @@ DCP_NOINLINE void report_fault(const SymmView& symm, const ControlLayout& contro
   arch::store_relaxed_sys(&record->peer_call, report.peer_call);
   arch::store_relaxed_sys(&record->waited_ns, report.waited_ns);
   arch::store_release_sys(&record->ready, uint64_t(1));
-  for (int i = 1; i < symm.num_ranks; ++i) {
-    FaultRecord* theirs = symm_at<FaultRecord>(symm, peer_order(symm, i), control.fault_offset);
-    arch::compare_exchange_sys(&theirs->poison, uint64_t(0), word);
-  }
+  forward_fault(symm, control);
 }
 
 }  // namespace dcp::DCP_NS

@@ -14,13 +14,18 @@ DCP_FN bool is_finite(float x) { return arch::abs(x) < __builtin_inff(); }
 DCP_FN float sanitize_lse(float lse) { return is_finite(lse) ? lse : -__builtin_inff(); }
 
 DCP_FN float load_lse(const void* lse, DType dtype, int64_t index) {
-  if (dtype == DType::kFloat32) return static_cast<const float*>(lse)[index];
-  const uint16_t bits = static_cast<const uint16_t*>(lse)[index];
-  return dtype == DType::kFloat16 ? arch::half_to_float(bits) : arch::bfloat16_to_float(bits);
+  switch (dtype) {
+    case DType::kFloat16:
+      return arch::to_float(static_cast<const Half*>(lse)[index]);
+    case DType::kBFloat16:
+      return arch::to_float(static_cast<const BFloat16*>(lse)[index]);
+    default:
+      return static_cast<const float*>(lse)[index];
+  }
 }
 
-// exponent(delta) for delta = lse - max <= 0: the subtraction is done in the producer's base, so that base 2 costs no
-// rounding and base e costs one.
+// base^delta for delta = lse - max <= 0. The subtraction is done in the producer's base, so that only base e pays a rounding
+// for the change to powers of 2.
 DCP_FN float lse_exp(float delta, LseBase base) { return arch::exp2(base == LseBase::kE ? delta * kLog2E : delta); }
 
 DCP_FN float merged_lse(float max, float sum, LseBase base) {

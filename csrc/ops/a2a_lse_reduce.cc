@@ -13,10 +13,11 @@ namespace {
 using Params = A2aLseReduceParams;
 using Lanes = arch::Lanes<32>;
 
-// One (row, head) is merged by one group of lanes.
+// One tile of heads of one row is merged by one group of lanes.
 struct Shared {
-  float weight[Lanes::kMaxGroups][kMaxRanks];
-  const void* source[Lanes::kMaxGroups][kMaxRanks];
+  float weight[Lanes::kMaxGroups][kMaxRanks][arch::kHeadTile];
+  float live_weight[Lanes::kMaxGroups][kMaxRanks];
+  const void* live_source[Lanes::kMaxGroups][kMaxRanks];
 };
 
 // Rows [first_row, first_row + num_rows) of the call are rows [0, num_rows) of the staging in this round.
@@ -68,54 +69,72 @@ DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round, i
   }
 }
 
-// Merges one (row, head). `weight` and `source` are the group's shared memory.
-template <class T>
-DCP_FN void reduce_head(const Lanes& lanes, const Params& p, const Round& round, int64_t row, int head,
-                        bool own_is_empty, float* weight, const void** source) {
-  const int num_ranks = p.symm.num_ranks, rank = p.symm.rank, global_head = rank * p.num_local_heads + head;
-  const int64_t token = round.first_row + row;
-  const char* own_region = symm_own<char>(p.symm, 0);
-  for (int s = lanes.rank(); s < num_ranks; s += lanes.size()) {
-    if (s == rank) {
-      weight[s] = own_lse(p, token, global_head, own_is_empty);
-      source[s] = static_cast<const T*>(p.partial_out) + token * p.partial_out_token_stride +
-                  global_head * p.partial_out_head_stride;
-    } else {
-      const uint64_t from = staging_row(p, s, rank, round, row);
-      weight[s] = reinterpret_cast<const float*>(own_region + p.lse_offset + from * p.lse_row_bytes)[head];
-      source[s] = reinterpret_cast<const T*>(own_region + p.payload_offset + from * p.row_bytes) +
-                  int64_t(head) * p.head_dim;
+// Heads [first_head, first_head + num_heads) of one row, num_heads <= kHeadTile.
+struct Tile {
+  int64_t row;    // of the staging
+  int64_t token;  // of the tensors
+  int first_head;
+  int num_heads;
+};
+
+// The weights of a tile: weight[s][h] = exp(lse_s - max) / sum, 0 for an empty shard. Every head goes through the shards
+// in rank order; the tile's heads go side by side.
+DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round, const Tile& tile, bool own_is_empty,
+                         float (*weight)[arch::kHeadTile]) {
+  const int num_ranks = p.symm.num_ranks, rank = p.symm.rank;
+  const int own_first_head = rank * p.num_local_heads + tile.first_head;
+  for (int s = 0; s < num_ranks; ++s) {
+    const float* staged = nullptr;
+    if (s != rank) {
+      const uint64_t from = staging_row(p, s, rank, round, tile.row);
+      staged = symm_own<const float>(p.symm, p.lse_offset + from * p.lse_row_bytes) + tile.first_head;
+    }
+    for (int h = lanes.rank(); h < arch::kHeadTile; h += lanes.size()) {
+      const bool in_tile = h < tile.num_heads;
+      weight[s][h] = !in_tile ? -__builtin_inff() : s == rank ? own_lse(p, tile.token, own_first_head + h, own_is_empty)
+                                                              : staged[h];
     }
   }
-  lanes.sync();
-  // Every lane walks all shards in rank order: num_ranks is small, and one order gives one result.
-  float max = -__builtin_inff();
-  for (int s = 0; s < num_ranks; ++s) max = weight[s] > max ? weight[s] : max;
-  const float shift = is_finite(max) ? max : 0.0f;
-  lanes.sync();
-  for (int s = lanes.rank(); s < num_ranks; s += lanes.size()) weight[s] = lse_exp(weight[s] - shift, p.lse_base);
-  lanes.sync();
-  float sum = 0.0f;
-  for (int s = 0; s < num_ranks; ++s) sum += weight[s];
-  if (p.out_lse != nullptr && lanes.rank() == 0) {
-    p.out_lse[token * p.out_lse_token_stride + head * p.out_lse_head_stride] =
-        sum > 0.0f ? merged_lse(max, sum, p.lse_base) : -__builtin_inff();
-  }
-  // Shards of weight 0 drop out of the list: what they hold is never read, and 0 x NaN never happens.
-  const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
-  int num_live = 0;
-  lanes.sync();
-  if (lanes.rank() == 0) {
+  for (int h = lanes.rank(); h < arch::kHeadTile; h += lanes.size()) {
+    float max = weight[0][h];
+    for (int s = 1; s < num_ranks; ++s) max = weight[s][h] > max ? weight[s][h] : max;
+    const float shift = is_finite(max) ? max : 0.0f;  // all empty: -inf - 0, no NaN
+    float sum = 0.0f;
     for (int s = 0; s < num_ranks; ++s) {
-      if (weight[s] == 0.0f) continue;
-      weight[num_live] = weight[s] * scale;
-      source[num_live++] = source[s];
+      weight[s][h] = lse_exp(weight[s][h] - shift, p.lse_base);
+      sum += weight[s][h];
+    }
+    const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
+    for (int s = 0; s < num_ranks; ++s) weight[s][h] *= scale;
+    if (p.out_lse != nullptr && h < tile.num_heads) {
+      p.out_lse[tile.token * p.out_lse_token_stride + (tile.first_head + h) * p.out_lse_head_stride] =
+          sum > 0.0f ? merged_lse(max, sum, p.lse_base) : -__builtin_inff();
     }
   }
-  num_live = lanes.broadcast(num_live);
-  T* out = static_cast<T*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
-  weighted_sum_row(lanes, out, reinterpret_cast<const T* const*>(source), weight, num_live, p.head_dim);
   lanes.sync();
+}
+
+// Lists the shards of one head that have weight, in rank order. The others drop out: what they hold is never read, and
+// 0 x NaN never happens.
+template <class T>
+DCP_FN int list_live(const Params& p, const Round& round, const Tile& tile, int h,
+                     const float (*weight)[arch::kHeadTile], float* live_weight, const void** live_source) {
+  const int rank = p.symm.rank, head = tile.first_head + h;
+  int num_live = 0;
+  for (int s = 0; s < p.symm.num_ranks; ++s) {
+    if (weight[s][h] == 0.0f) continue;
+    live_weight[num_live] = weight[s][h];
+    if (s == rank) {
+      live_source[num_live] = static_cast<const T*>(p.partial_out) + tile.token * p.partial_out_token_stride +
+                              (rank * p.num_local_heads + head) * p.partial_out_head_stride;
+    } else {
+      const uint64_t from = staging_row(p, s, rank, round, tile.row);
+      live_source[num_live] =
+          symm_own<const T>(p.symm, p.payload_offset + from * p.row_bytes) + int64_t(head) * p.head_dim;
+    }
+    ++num_live;
+  }
+  return num_live;
 }
 
 // Step `reduce`: this channel's rows of this round.
@@ -126,11 +145,23 @@ DCP_FN void reduce(const arch::Cta& cta, const Params& p, const Round& round) {
   const ShardMask mask = shard_mask(p);
   const ChannelRows rows = channel_rows(cta.index(), p.control.num_channels);
   const int64_t num_channel_rows = (round.num_rows - rows.first + rows.step - 1) / rows.step;
-  for (int64_t item = lanes.group(); item < num_channel_rows * p.num_local_heads; item += lanes.num_groups()) {
-    const int64_t row = rows.first + item / p.num_local_heads * rows.step;
-    const int head = int(item % p.num_local_heads);
-    reduce_head<T>(lanes, p, round, row, head, mask.is_empty(round.first_row + row), shared.weight[lanes.group()],
-                   shared.source[lanes.group()]);
+  const int num_tiles = (p.num_local_heads + arch::kHeadTile - 1) / arch::kHeadTile;
+  float(*weight)[arch::kHeadTile] = shared.weight[lanes.group()];
+  float* live_weight = shared.live_weight[lanes.group()];
+  const void** live_source = shared.live_source[lanes.group()];
+  for (int64_t item = lanes.group(); item < num_channel_rows * num_tiles; item += lanes.num_groups()) {
+    const int64_t row = rows.first + item / num_tiles * rows.step, token = round.first_row + row;
+    const int first_head = int(item % num_tiles) * arch::kHeadTile, heads_left = p.num_local_heads - first_head;
+    const Tile tile = {row, token, first_head, heads_left < arch::kHeadTile ? heads_left : arch::kHeadTile};
+    tile_weights(lanes, p, round, tile, mask.is_empty(token), weight);
+    for (int h = 0; h < tile.num_heads; ++h) {
+      int num_live = 0;
+      if (lanes.rank() == 0) num_live = list_live<T>(p, round, tile, h, weight, live_weight, live_source);
+      num_live = lanes.broadcast(num_live);
+      T* out = static_cast<T*>(p.out) + token * p.out_token_stride + (first_head + h) * p.out_head_stride;
+      weighted_sum_row(lanes, out, reinterpret_cast<const T* const*>(live_source), live_weight, num_live, p.head_dim);
+      lanes.sync();
+    }
   }
 }
 
@@ -189,7 +220,7 @@ Status a2a_lse_reduce_kernel(const arch::Cta& cta, const Params& p) {
   count_nonfinite(cta, p, stream_state(p.symm, p.control, p.symm.rank, p.stream_idx));
   if (status == Status::kOk) status = channel.confirm();
   if (status != Status::kOk) poison_output<T>(cta, p);
-  channel.leave();
+  channel.leave(status);
   return status;
 }
 
