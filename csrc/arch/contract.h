@@ -9,7 +9,7 @@
 //              publish_done(cta): all stores of the CTA to peers are complete before a flag that follows
 //              signal_flag(flag, value): a release store that also wakes a sleeping owner
 //   time       now_ns, spin_pause, Backoff {is_slow, pause}, kHostPollNs, poll_host
-//   bytes      copy_bytes(cta, destination, source, num_bytes)
+//   bytes      copy_to_peer(cta, destination, source, num_bytes)
 //   numbers    fma, exp2 (x <= 0), log2, abs; half / bfloat16 <-> float, to nearest even; to_float, from_float<T>
 //   vectors    RowVec<T> {kElements, broadcast, load, store} for float, Half, BFloat16; fma; kRowBlock, kHeadTile
 //

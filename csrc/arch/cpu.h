@@ -3,6 +3,10 @@
 // under the same name by every ISA variant. ThreadSanitizer understands both.
 #pragma once
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -100,8 +104,14 @@ DCP_FN bool compare_exchange_sys(T* word, T expected, T desired) {
   return __atomic_compare_exchange_n(word, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-// All stores of the CTA to peers are complete before a flag that follows. A CPU's release store sees to that.
-DCP_FN void publish_done(const Cta& cta) { cta.sync(); }
+// All stores of the CTA to peers are complete before a flag that follows. A release store sees to ordinary stores; those
+// that went past the caches (copy_to_peer) are ordered by sfence.
+DCP_FN void publish_done(const Cta& cta) {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+  cta.sync();
+}
 
 DCP_FN uint32_t* futex_word(Flag* flag) {
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the epoch half of a flag is its first 32 bits");
@@ -183,9 +193,28 @@ DCP_FN HostEvents poll_host(const WaitPolicy& policy) {
 
 // ---- bytes
 
-// Copies `num_bytes` with all threads of the CTA.
-DCP_FN void copy_bytes(const Cta&, void* destination, const void* source, int64_t num_bytes) {
-  memcpy(destination, source, size_t(num_bytes));
+// Copies `num_bytes` into a peer's region, with all threads of the CTA. The peer read these lines in the round before last,
+// so an ordinary store would first fetch them from its cache, only to overwrite them: between two core complexes that
+// is slower than memory (measured: 21 us for 48 KB, against 1 us). ThreadSanitizer follows memcpy, not these stores.
+DCP_FN void copy_to_peer(const Cta&, void* destination, const void* source, int64_t num_bytes) {
+  char* to = static_cast<char*>(destination);
+  const char* from = static_cast<const char*>(source);
+#if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
+  constexpr int64_t kLine = 64;
+  const int64_t to_line = -int64_t(reinterpret_cast<uint64_t>(to)) & (kLine - 1);
+  const int64_t head = to_line < num_bytes ? to_line : num_bytes;
+  memcpy(to, from, size_t(head));
+  for (to += head, from += head, num_bytes -= head; num_bytes >= kLine; to += kLine, from += kLine, num_bytes -= kLine) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
+#else
+    for (int i = 0; i < kLine; i += 16) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+    }
+#endif
+  }
+#endif
+  memcpy(to, from, size_t(num_bytes));
 }
 
 }  // namespace dcp::DCP_NS::arch

@@ -11,7 +11,6 @@ inline constexpr float kLn2 = 0.69314718055994530942f;
 // Producers disagree on the LSE of a query without keys: -inf (FlashInfer), +inf (FlashAttention 2, FlashMLA), NaN
 // (uninitialised). All mean empty; -inf is the only one that travels.
 DCP_FN bool is_finite(float x) { return arch::abs(x) < __builtin_inff(); }
-DCP_FN float sanitize_lse(float lse) { return is_finite(lse) ? lse : -__builtin_inff(); }
 
 DCP_FN float load_lse(const void* lse, DType dtype, int64_t index) {
   switch (dtype) {

@@ -34,15 +34,20 @@ DCP_FN uint64_t staging_row(const Params& p, int source, int owner, const Round&
   return (uint64_t(round.parity) * (p.symm.num_ranks - 1) + slot) * p.max_num_tokens + row;
 }
 
-DCP_FN float own_lse(const Params& p, int64_t row, int head, bool is_empty) {
+// This rank's LSE of one (token, head); -inf when the shard is empty. `num_nonfinite` counts those that are not finite on
+// a row that the lengths do not call empty. Every (token, head) is read once in a call: by `publish` or by `reduce`.
+DCP_FN float own_lse(const Params& p, int64_t token, int head, bool is_empty, uint64_t& num_nonfinite) {
   if (is_empty) return -__builtin_inff();
-  const int64_t index = row * p.partial_lse_token_stride + head * p.partial_lse_head_stride;
-  return sanitize_lse(load_lse(p.partial_lse, p.lse_dtype, index));
+  const int64_t index = token * p.partial_lse_token_stride + head * p.partial_lse_head_stride;
+  const float lse = load_lse(p.partial_lse, p.lse_dtype, index);
+  if (is_finite(lse)) return lse;
+  ++num_nonfinite;
+  return -__builtin_inff();
 }
 
 // Step `publish`: this channel's rows of this round into `peer`'s staging.
 template <class T>
-DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round, int peer) {
+DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round, int peer, uint64_t& num_nonfinite) {
   const ShardMask mask = shard_mask(p);
   const ChannelRows rows = channel_rows(cta.index(), p.control.num_channels);
   const int first_head = peer * p.num_local_heads;
@@ -53,17 +58,17 @@ DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round, i
     const uint64_t to = staging_row(p, p.symm.rank, peer, round, row);
     float* lse = symm_at<float>(p.symm, peer, p.lse_offset + to * p.lse_row_bytes);
     for (int h = cta.thread_rank(); h < p.num_local_heads; h += cta.size()) {
-      lse[h] = own_lse(p, token, first_head + h, is_empty);
+      lse[h] = own_lse(p, token, first_head + h, is_empty, num_nonfinite);
     }
     if (is_empty) continue;
     char* payload = symm_at<char>(p.symm, peer, p.payload_offset + to * p.row_bytes);
     const T* source = static_cast<const T*>(p.partial_out) + token * p.partial_out_token_stride +
                       first_head * p.partial_out_head_stride;
     if (p.partial_out_head_stride == p.head_dim) {
-      arch::copy_bytes(cta, payload, source, head_bytes * p.num_local_heads);
+      arch::copy_to_peer(cta, payload, source, head_bytes * p.num_local_heads);
     } else {
       for (int h = 0; h < p.num_local_heads; ++h) {
-        arch::copy_bytes(cta, payload + h * head_bytes, source + h * p.partial_out_head_stride, head_bytes);
+        arch::copy_to_peer(cta, payload + h * head_bytes, source + h * p.partial_out_head_stride, head_bytes);
       }
     }
   }
@@ -80,7 +85,7 @@ struct Tile {
 // The weights of a tile: weight[s][h] = exp(lse_s - max) / sum, 0 for an empty shard. Every head goes through the shards
 // in rank order; the tile's heads go side by side.
 DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round, const Tile& tile, bool own_is_empty,
-                         float (*weight)[arch::kHeadTile]) {
+                         float (*weight)[arch::kHeadTile], uint64_t& num_nonfinite) {
   const int num_ranks = p.symm.num_ranks, rank = p.symm.rank;
   const int own_first_head = rank * p.num_local_heads + tile.first_head;
   for (int s = 0; s < num_ranks; ++s) {
@@ -90,9 +95,13 @@ DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round
       staged = symm_own<const float>(p.symm, p.lse_offset + from * p.lse_row_bytes) + tile.first_head;
     }
     for (int h = lanes.rank(); h < arch::kHeadTile; h += lanes.size()) {
-      const bool in_tile = h < tile.num_heads;
-      weight[s][h] = !in_tile ? -__builtin_inff() : s == rank ? own_lse(p, tile.token, own_first_head + h, own_is_empty)
-                                                              : staged[h];
+      if (h >= tile.num_heads) {
+        weight[s][h] = -__builtin_inff();
+      } else if (s == rank) {
+        weight[s][h] = own_lse(p, tile.token, own_first_head + h, own_is_empty, num_nonfinite);
+      } else {
+        weight[s][h] = staged[h];
+      }
     }
   }
   for (int h = lanes.rank(); h < arch::kHeadTile; h += lanes.size()) {
@@ -139,7 +148,7 @@ DCP_FN int list_live(const Params& p, const Round& round, const Tile& tile, int 
 
 // Step `reduce`: this channel's rows of this round.
 template <class T>
-DCP_FN void reduce(const arch::Cta& cta, const Params& p, const Round& round) {
+DCP_FN void reduce(const arch::Cta& cta, const Params& p, const Round& round, uint64_t& num_nonfinite) {
   Shared& shared = cta.shared<Shared>();
   const Lanes lanes(cta);
   const ShardMask mask = shard_mask(p);
@@ -153,7 +162,7 @@ DCP_FN void reduce(const arch::Cta& cta, const Params& p, const Round& round) {
     const int64_t row = rows.first + item / num_tiles * rows.step, token = round.first_row + row;
     const int first_head = int(item % num_tiles) * arch::kHeadTile, heads_left = p.num_local_heads - first_head;
     const Tile tile = {row, token, first_head, heads_left < arch::kHeadTile ? heads_left : arch::kHeadTile};
-    tile_weights(lanes, p, round, tile, mask.is_empty(token), weight);
+    tile_weights(lanes, p, round, tile, mask.is_empty(token), weight, num_nonfinite);
     for (int h = 0; h < tile.num_heads; ++h) {
       int num_live = 0;
       if (lanes.rank() == 0) num_live = list_live<T>(p, round, tile, h, weight, live_weight, live_source);
@@ -180,44 +189,32 @@ DCP_FN void poison_output(const arch::Cta& cta, const Params& p) {
   }
 }
 
-// Counts LSEs that are not finite although the lengths say that the shard has tokens: a producer's bug that the merge
-// hides (the shard counts as empty), so it must show somewhere.
-DCP_FN void count_nonfinite(const arch::Cta& cta, const Params& p, StreamState* state) {
-  const ShardMask mask = shard_mask(p);
-  if (!mask.known()) return;
-  uint64_t count = 0;
-  for (int64_t token = cta.index(); token < p.num_tokens; token += p.control.num_channels) {
-    if (mask.is_empty(token)) continue;
-    for (int h = cta.thread_rank(); h < p.num_local_heads * p.symm.num_ranks; h += cta.size()) {
-      const int64_t index = token * p.partial_lse_token_stride + h * p.partial_lse_head_stride;
-      count += is_finite(load_lse(p.partial_lse, p.lse_dtype, index)) ? 0 : 1;
-    }
-  }
-  if (count != 0) arch::fetch_add(&state->nonfinite_lse, count);
-}
-
 template <class T>
 Status a2a_lse_reduce_kernel(const arch::Cta& cta, const Params& p) {
   const uint64_t call = call_descriptor(Op::kA2aLseReduce, p.lane, p.dtype, p.lse_base, p.num_tokens);
   Channel channel(cta, p.symm, p.control, p.wait, p.stream_idx, call);
   Status status = channel.enter();
+  uint64_t num_nonfinite = 0;
   int64_t first_row = 0;
   while (status == Status::kOk) {  // T = 0 runs one round: every rank signals and waits in every call
     const int64_t rows_left = p.num_tokens - first_row;
     const Round round = {first_row, rows_left < p.max_num_tokens ? rows_left : p.max_num_tokens, channel.parity()};
     for (int i = 1; i < p.symm.num_ranks; ++i) {
       const int peer = peer_order(p.symm, i);
-      publish<T>(cta, p, round, peer);
+      publish<T>(cta, p, round, peer, num_nonfinite);
       channel.signal(peer);
     }
     status = channel.wait();
     if (status != Status::kOk) break;
-    reduce<T>(cta, p, round);
+    reduce<T>(cta, p, round, num_nonfinite);
     first_row += round.num_rows;
     if (first_row >= p.num_tokens) break;
     channel.next_round();
   }
-  count_nonfinite(cta, p, stream_state(p.symm, p.control, p.symm.rank, p.stream_idx));
+  // A producer's bug that the merge hides, as it takes such a shard for empty: so it must show somewhere.
+  if (shard_mask(p).known() && num_nonfinite != 0) {
+    arch::fetch_add(&stream_state(p.symm, p.control, p.symm.rank, p.stream_idx)->nonfinite_lse, num_nonfinite);
+  }
   if (status == Status::kOk) status = channel.confirm();
   if (status != Status::kOk) poison_output<T>(cta, p);
   channel.leave(status);

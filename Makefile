@@ -1,0 +1,72 @@
+# Everything from a fresh clone, with python3 >= 3.10, g++ >= 11 and make: a virtual environment, the tested torch, the
+# compiled module, dcpkernels itself. The stamps make a second call quick.
+#   make demo DEMO_ARGS="--ranks 4"      make test TEST_ARGS="-k merge"      make PYTHON=python3.12 VENV=.venv312 test
+
+PYTHON ?= python3
+VENV   ?= .venv
+# The version that is tested here; the package itself takes any torch >= 2.9.
+TORCH  ?= torch==2.13.0
+# More options for pip, for instance an index that has CPU builds of torch.
+PIP_ARGS ?=
+DEMO_ARGS ?=
+TEST_ARGS ?=
+BENCH_ARGS ?= --device cpu --ranks 2 --tokens 1,8,64 --heads 96 --head-dim 512 --baselines gloo
+
+python := $(VENV)/bin/python
+pip := $(python) -m pip install --quiet --quiet --disable-pip-version-check $(PIP_ARGS)
+# One stamp per requirement on torch, so that `make TORCH=...` installs the one that was asked for.
+deps := $(VENV)/.dcpkernels-deps-$(subst /,-,$(subst =,-,$(TORCH)))
+installed := $(VENV)/.dcpkernels-installed
+built := build/.built-in-$(subst /,-,$(VENV))
+
+.PHONY: help build demo test bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    the main job: rank processes share one long context (DEMO_ARGS)"
+	@echo "make test    all tests (TEST_ARGS)"
+	@echo "make bench   a2a_lse_reduce against gloo, on this machine's CPU (BENCH_ARGS)"
+	@echo "make build   the environment $(VENV) and the compiled module, which the others make first"
+	@echo "make clean   removes what was built, not $(VENV)"
+	@echo "variables    PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) PIP_ARGS=$(PIP_ARGS)"
+
+demo: build
+	$(VENV)/bin/dcpkernels demo $(DEMO_ARGS)
+
+test: build
+	$(python) -m pytest -q tests $(TEST_ARGS)
+
+bench: build
+	$(VENV)/bin/dcpkernels bench a2a_lse_reduce $(BENCH_ARGS)
+
+build: $(built) $(installed)
+
+# pip comes last into an environment, so it is there only when the environment is whole.
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "error: dcpkernels needs python3 >= 3.10; $(PYTHON) is missing or older (make PYTHON=...)"; exit 1; }
+	@if $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); \
+	elif $(PYTHON) -m virtualenv --version >/dev/null 2>&1; then $(PYTHON) -m virtualenv --quiet $(VENV); \
+	elif command -v virtualenv >/dev/null; then virtualenv --quiet --python $(PYTHON) $(VENV); \
+	else echo "error: $(PYTHON) has no venv module (Debian, Ubuntu: apt-get install python3-venv)"; exit 1; fi
+
+$(deps): pyproject.toml | $(VENV)/bin/pip
+	@echo "dcpkernels: installing $(TORCH) and what builds need into $(VENV) (a large download the first time)"
+	@$(pip) '$(TORCH)' 'setuptools>=77' wheel 'pybind11>=2.12'
+	@rm -f $(VENV)/.dcpkernels-deps-* && touch '$@'
+
+# Not through pip, which hides what a build says. The folders of csrc are listed too: a removal changes their times.
+$(built): setup.py pyproject.toml $(shell find csrc) $(deps)
+	@$(python) setup.py -q build_ext --inplace
+	@touch '$@'
+
+# Editable: the package is used from this folder, so that only a change to its description needs this again.
+$(installed): setup.py pyproject.toml $(deps) | $(built)
+	@echo "dcpkernels: installing dcpkernels with the extras cli and test"
+	@$(pip) --no-build-isolation --editable '.[cli,test]'
+	@touch '$@'
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .benchmarks $(VENV)/.dcpkernels-*
+	rm -f dcpkernels/_C_*.so
+	find dcpkernels tests -name __pycache__ -prune -exec rm -rf {} +

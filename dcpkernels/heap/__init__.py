@@ -1,0 +1,1 @@
+"""Symmetric memory: a region per rank, mapped by every rank, and the group verdicts that make setting up safe."""

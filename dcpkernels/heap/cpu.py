@@ -1,0 +1,231 @@
+"""The CPU heap: every rank's region, mapped by every rank of one host.
+
+Setting up takes these steps. Each ends in a group verdict, so that it succeeds on all ranks or raises the
+same on all:
+
+1. `check` over the caller's group: same payload, same host, same user, enough memory. Nothing is allocated before.
+2. `connect`: a socket between every two ranks. Later verdicts go over these, where a death shows at once.
+3. `create region`: a sealed file whose pages all exist, mapped and filled by `init`.
+4. `map peers`: descriptors go over the sockets; thread ranks hand over the mapping itself.
+
+Nothing has a name in a file system, so a process that is killed leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dcpkernels.errors import DcpInvalidArgument
+from dcpkernels.heap import memory, sockets
+from dcpkernels.heap.group import Deadline, Group
+from dcpkernels.heap.mesh import Mesh, gave_up
+from dcpkernels.heap.region import Region, check_file, create_file
+from dcpkernels.heap.verdict import agree, require_same
+
+_OP = "workspace"  # the collective call that users know; heads every text
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What each rank shows the others in step 1."""
+
+    boot: str
+    network: int
+    uid: int
+    limits: list[memory.Limit]
+    payload: dict[str, Any]
+    nbytes: int
+    address: sockets.Address | None  # None for thread ranks
+
+
+class _Held:
+    """What a rank holds of the operating system. Apart from CpuHeap, so that its finaliser can release it."""
+
+    def __init__(self) -> None:
+        self.listener: sockets.Listener | None = None
+        self.mesh: Mesh | None = None
+        self.file = -1
+        self.regions: list[Region] = []  # the own one first
+
+    def close_sockets(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+        if self.mesh is not None:
+            self.mesh.close()
+
+    def close_file(self) -> None:
+        file, self.file = self.file, -1
+        if file >= 0:
+            os.close(file)
+
+    def release(self) -> None:
+        """Local, never blocks, may be called again."""
+        self.close_sockets()
+        self.close_file()
+        while self.regions:
+            self.regions.pop().release()
+
+
+class CpuHeap:
+    """One region per rank. `bases[r]` is where rank r's region starts in this process; `nbytes` is the size
+    of each.
+
+    `socket_fds[r]` is the socket to rank r's process, -1 for the own rank and for thread ranks. End of file
+    on it means that the process is gone or has closed its heap: what it wrote before is in memory, nothing
+    more will come. Once closed, `bases` is empty and `socket_fds` is all -1.
+    """
+
+    rank: int
+    num_ranks: int
+    nbytes: int
+    bases: list[int]
+    socket_fds: list[int]
+
+    def __init__(self, rank: int, num_ranks: int, nbytes: int, bases: list[int], held: _Held) -> None:
+        """For `create` only."""
+        self.rank, self.num_ranks, self.nbytes, self.bases = rank, num_ranks, nbytes, bases
+        self.socket_fds = held.mesh.socket_fds if held.mesh is not None else [-1] * num_ranks
+        self._held = held
+        self._finalizer = weakref.finalize(self, held.release)
+        # At exit the operating system releases everything, also while other threads still use the memory.
+        self._finalizer.atexit = False
+
+    @classmethod
+    def create(
+        cls,
+        group: Group,
+        nbytes: int,
+        *,
+        init: Callable[[int], None],
+        payload: dict[str, Any],
+        timeout_s: float,
+    ) -> CpuHeap:
+        """Collective. Every rank gets `nbytes` (the same on all) of zeroed shared memory, and everybody's
+        mapping.
+
+        `init(address)` fills the own region before any other rank can see it. `payload` holds what must be
+        equal on all ranks, as plain data. `timeout_s` bounds the whole call, 0 = for ever.
+
+        Raises, the same on every rank: DcpUnsupported (payloads differ; not one host or user), DcpError (no
+        room, with the bytes needed and available; a step failed on some rank, with its error), DcpTimeout (a
+        rank did not come), DcpPeerLost (a rank died). Then nothing is left behind.
+        """
+        held = _Held()
+        try:
+            return cls._create(group, nbytes, init, payload, timeout_s, held)
+        except BaseException as error:
+            if held.mesh is not None:
+                held.mesh.abort(gave_up(group.rank, error))
+            held.release()
+            raise
+
+    @classmethod
+    def _create(
+        cls,
+        group: Group,
+        nbytes: int,
+        init: Callable[[int], None],
+        payload: dict[str, Any],
+        timeout_s: float,
+        held: _Held,
+    ) -> CpuHeap:
+        rank, num_ranks, deadline = group.rank, group.num_ranks, Deadline(timeout_s)
+        in_threads = group.exchange_regions(None, timeout_s=deadline.for_call()) is not None
+
+        def check() -> _Card:
+            if nbytes <= 0:
+                raise DcpInvalidArgument(f"nbytes must be positive (got {nbytes})")
+            if num_ranks > 1 and not in_threads:
+                held.listener = sockets.Listener(backlog=num_ranks + 64)
+            address = held.listener.address if held.listener else None
+            return _Card(*sockets.host_id(), os.geteuid(), memory.limits(), payload, nbytes, address)
+
+        card, error = _attempt(check)
+        cards = agree(group, f"{_OP}: check", card, error, timeout_s=deadline.for_call())
+        _judge(cards)
+
+        speaking: Group = group
+        if held.listener is not None:
+            listener, mesh = held.listener, Mesh(rank, num_ranks)
+            held.mesh = mesh
+            # A part of the time is kept for the verdict, so that ranks can still say who did not come.
+            most = Deadline(deadline.for_call() * 0.8)
+            _, error = _attempt(lambda: mesh.connect(listener, [card.address for card in cards], most))
+            if error is not None:
+                held.close_sockets()  # those who wait for this rank see it at once
+            agree(group, f"{_OP}: connect", error=error, timeout_s=deadline.for_call())
+            listener.close()
+            speaking = mesh
+
+        def create_region() -> None:
+            held.file = create_file(nbytes)
+            held.regions.append(Region(held.file, nbytes))
+            init(held.regions[0].address)
+
+        _, error = _attempt(create_region)
+        agree(speaking, f"{_OP}: create region", error=error, timeout_s=deadline.for_call())
+
+        bases = [0] * num_ranks
+        bases[rank] = held.regions[0].address
+
+        def take_fd(peer: int, fd: int) -> None:
+            check_file(fd, nbytes, peer)
+            held.regions.append(Region(fd, nbytes))
+            bases[peer] = held.regions[-1].address
+
+        def map_peers() -> None:
+            if held.mesh is not None:
+                held.mesh.exchange_fds(held.file, take_fd, deadline)
+            elif in_threads:
+                theirs = group.exchange_regions(held.regions[0], timeout_s=deadline.for_call())
+                for peer, region in enumerate(theirs or ()):
+                    if peer != rank:
+                        region.retain()
+                        held.regions.append(region)
+                        bases[peer] = region.address
+
+        _, error = _attempt(map_peers)
+        # Also the moment from which every thread rank has retained every region: only now may one be
+        # released.
+        agree(speaking, f"{_OP}: map peers", error=error, timeout_s=deadline.for_call())
+        held.close_file()
+        return cls(rank, num_ranks, nbytes, bases, held)
+
+    def lost_peers(self) -> tuple[int, ...]:
+        """Ranks whose process ended, or dropped its heap, without `close`. Never blocks. Never names thread ranks."""
+        return self._held.mesh.lost_peers() if self._held.mesh is not None else ()
+
+    def close(self, *, timeout_s: float) -> None:
+        """Says goodbye, waits up to `timeout_s` for the peers' goodbyes (0 = not at all), and releases
+        everything.
+
+        May be called again. Not collective in the sense of a barrier: a peer that is still reading this
+        rank's region does so through its own mapping, and a peer that is dead is not waited for.
+        """
+        self.bases.clear()  # nobody can find an address that is about to be unmapped
+        try:
+            if self._held.mesh is not None:
+                self._held.mesh.part(timeout_s)
+        finally:
+            self._finalizer()
+
+
+def _attempt(step: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """The result of a local step, or its error for the verdict. Ctrl-C is not a step's error and goes through."""
+    try:
+        return step(), None
+    except Exception as error:
+        return None, error
+
+
+def _judge(cards: list[_Card]) -> None:
+    """Every rank has the same cards, so every rank comes to the same error here, without another round."""
+    require_same(_OP, [{"host (boot id)": card.boot, "network namespace": card.network} for card in cards])
+    require_same(_OP, [{"user id": card.uid} for card in cards])
+    require_same(_OP, [card.payload for card in cards])
+    require_same(_OP, [{"nbytes": card.nbytes} for card in cards])
+    memory.require(_OP, [card.limits for card in cards], cards[0].nbytes)

@@ -1,0 +1,89 @@
+"""One rank's memory: a sealed memfd, and a mapping of it in this process."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import stat
+import threading
+
+from dcpkernels.errors import DcpError
+
+# Linux numbers; Python has the names only where the headers that it was built with had them.
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_NOEXEC_SEAL = 0x1, 0x2, 0x8
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEALS = 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW: the size that a receiver checks is the size for ever
+_PROT_READ_WRITE, _MAP_SHARED, _MAP_POPULATE = 0x3, 0x01, 0x8000
+# fallocate starts over, and gives back what it had, when a signal comes; a profiler's timer could keep it
+# from ever finishing a large region in one call.
+_FALLOCATE_CHUNK = 2 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def create_file(nbytes: int) -> int:
+    """A descriptor of a new file of `nbytes` zeros: every page exists, the size is sealed, it has no name."""
+    flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create("dcpkernels", flags | _MFD_NOEXEC_SEAL)  # hosts may refuse executable memfds
+    except OSError:
+        fd = os.memfd_create("dcpkernels", flags)  # before Linux 6.3 there is no such flag
+    try:
+        os.ftruncate(fd, nbytes)
+        for start in range(0, nbytes, _FALLOCATE_CHUNK):
+            os.posix_fallocate(fd, start, min(_FALLOCATE_CHUNK, nbytes - start))
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_file(fd: int, nbytes: int, owner: int) -> None:
+    """Raises DcpError unless a received descriptor is a file of `nbytes` that nobody can resize any more."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
+        text = f"the region of rank {owner} must have {nbytes} bytes (got {status.st_size})"
+        raise DcpError(text, ranks=(owner,))
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError:  # a file that cannot have seals
+        seals = 0
+    if seals & _SEALS != _SEALS:
+        text = f"the region of rank {owner} must be sealed against resizing (got {seals:#x})"
+        raise DcpError(text, ranks=(owner,))
+
+
+class Region:
+    """A shared mapping, counted: thread ranks use one mapping, and the last of them to let go unmaps it."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Maps `fd`; the caller may close it afterwards."""
+        # Populated, so that no page table is filled during the first calls.
+        flags = _MAP_SHARED | _MAP_POPULATE
+        address = _libc.mmap(None, nbytes, _PROT_READ_WRITE, flags, fd, 0)
+        if address is None or address == ctypes.c_void_p(-1).value:
+            code = ctypes.get_errno()
+            raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}")
+        self.address: int = address
+        self.nbytes = nbytes
+        self._users = 1
+        self._lock = threading.Lock()
+
+    def retain(self) -> None:
+        """One more user. Raises DcpError when the region is already unmapped."""
+        with self._lock:
+            if self._users == 0:
+                raise DcpError("a region must still be mapped (its owner has closed it)")
+            self._users += 1
+
+    def release(self) -> None:
+        """One user fewer; to be called once per user. The last one unmaps."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                _libc.munmap(self.address, self.nbytes)

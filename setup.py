@@ -1,0 +1,307 @@
+"""Builds the compiled modules: one `Target` is one module, dcpkernels/_C_<name>. The rest is in pyproject.toml.
+
+    python setup.py build_ext --inplace                                        what `make build` runs
+    python setup.py build_ext --build-lib DIR --build-temp DIR --define NAME   a test build, somewhere else
+
+Each op source is compiled once per variant of a target (own flags, own namespace DCP_NS), each binding once (DCP_NS is
+then `host`).
+An object is reused while its command, its compiler and all the headers that it read are unchanged.
+
+Environment
+    DCPKERNELS_TARGETS=cpu,...  build exactly these; the default is all that this machine has a compiler for
+    DCPKERNELS_CXX or CXX       the C++ compiler
+    DCPKERNELS_WERROR=1         warnings are errors (set in CI)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+from setuptools import Extension, setup
+from setuptools.command.build import build
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, PlatformError
+
+# No -march here: a wheel must run on any machine of its architecture; faster instructions come by variants.
+# No -ffast-math: the merge promises the same bits on every path, and it has to see NaN and infinity.
+COMMON_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+HOST_FLAGS = ("-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
+
+
+class Missing(Exception):
+    """Why a target cannot be built on this machine."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    command: tuple[str, ...]
+    version: str  # the first line of --version; part of what decides whether an object is still good
+
+    @property
+    def label(self) -> str:
+        number = re.search(r"\d+\.\d+(\.\d+)?", self.version)
+        return f"{Path(self.command[0]).name} {number.group() if number else self.version}"
+
+
+def find_cxx() -> Compiler:
+    asked = [(var, os.environ[var]) for var in ("DCPKERNELS_CXX", "CXX") if os.environ.get(var)]
+    for var, text in asked:
+        if not shutil.which(shlex.split(text)[0]):
+            raise Missing(f"{var}={text} is not a program on this machine")
+    found = [text for _, text in asked] or [name for name in ("g++", "clang++", "c++") if shutil.which(name)]
+    if not found:
+        raise Missing("no C++ compiler (install g++ 11 or newer, or set CXX)")
+    command = tuple(shlex.split(found[0]))
+    shown = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    return Compiler(command, shown.stdout.partition("\n")[0])
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation of every op source, in a namespace of this name; the bindings see -DDCP_HAVE_<NAME>."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str  # the module is dcpkernels._C_<name>, and all its sources see -DDCP_TARGET_<NAME>
+    compiler: Callable[[], Compiler]  # finds the compiler of the op sources, or raises Missing
+    flags: tuple[str, ...]  # for the op sources, before the variant's
+    variants: tuple[Variant, ...]
+    ops: str = "csrc/ops/*.cc"
+    bindings: str = "csrc/bindings/*.cpp"  # compiled by the C++ compiler, which also links
+
+    def sources(self, pattern: str) -> list[str]:
+        return sorted(path.as_posix() for path in Path().glob(pattern))
+
+
+CPU_VARIANTS = (
+    # GCC 12 warns of uninitialised values inside its own AVX-512 header; the other variants still have that warning.
+    Variant("v4", ("-march=x86-64-v4", "-mprefer-vector-width=512", "-Wno-uninitialized")),
+    Variant("v3", ("-march=x86-64-v3",)),
+    Variant("baseline"),
+)
+
+TARGETS = (
+    Target(
+        name="cpu",
+        compiler=find_cxx,
+        flags=HOST_FLAGS,
+        variants=CPU_VARIANTS if platform.machine() in ("x86_64", "AMD64") else CPU_VARIANTS[-1:],
+    ),
+)
+# Targets that are planned and have no sources yet: named here so that the answer about them is a clear one.
+WITHOUT_SOURCES = ("cuda", "hip")
+
+
+def selected_targets() -> list[Target]:
+    text = os.environ.get("DCPKERNELS_TARGETS", "")
+    if not text:
+        return list(TARGETS)
+    by_name = {target.name: target for target in TARGETS}
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name in WITHOUT_SOURCES:
+            raise SystemExit(f"error: DCPKERNELS_TARGETS={text}: {name} has no sources in this version")
+        if name not in by_name:
+            known = ", ".join(by_name)
+            raise SystemExit(f"error: DCPKERNELS_TARGETS={text}: names must be among {known} (got {name})")
+    return [by_name[name] for name in dict.fromkeys(names)]
+
+
+def build_id(target: Target, extra: list[str]) -> str:
+    """What ranks compare: the text of csrc and the flags. No path is in it: same sources, same id."""
+    digest = hashlib.sha256(repr((COMMON_FLAGS, target.flags, target.variants, extra)).encode())
+    for path in sorted(Path("csrc").rglob("*")):
+        if path.is_file() and path.suffix != ".md":
+            text = path.read_bytes()
+            digest.update(f"\0{path.as_posix()}\0{len(text)}\0".encode() + text)
+    return digest.hexdigest()[:16]
+
+
+class Step:
+    """A command that makes one file, and a stamp beside the file that says whether it has to run again."""
+
+    def __init__(self, title: str, command: list[str], output: Path, compiler: Compiler, inputs=None):
+        # `inputs`: the files that the command reads; None for a compiler, which lists them in a depfile.
+        self.title, self.output, self.inputs = title, output, inputs
+        self.key = [*command, compiler.version]
+        self.draft = output.with_name(output.name + ".new")
+        self.depfile = output.with_name(output.name + ".d")
+        self.stamp = output.with_name(output.name + ".json")
+        self.command = [*command, "-o", str(self.draft)]
+        if inputs is None:
+            self.command += ["-MD", "-MF", str(self.depfile)]
+
+    def is_fresh(self) -> bool:
+        try:
+            stamp = json.loads(self.stamp.read_text())
+            times = all(os.stat(path).st_mtime_ns == mtime for path, mtime in stamp["deps"].items())
+            return times and stamp["key"] == self.key and self.output.exists()
+        except (OSError, ValueError, KeyError):
+            return False
+
+    def dependencies(self) -> list[str]:
+        if self.inputs is not None:
+            return [str(path) for path in self.inputs]
+        rule = self.depfile.read_text().replace("\\\n", " ")
+        return shlex.split(rule.partition(": ")[2])
+
+    def run(self) -> None:
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.stamp.unlink(missing_ok=True)
+        start, started_ns = time.monotonic(), time.time_ns()
+        done = subprocess.run(self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode != 0:
+            raise CompileError(f"{self.title} failed\n{shlex.join(self.command)}\n{done.stdout}")
+        # A rename, so that a process which has the old module mapped keeps the old file.
+        self.draft.replace(self.output)
+        seconds = time.monotonic() - start
+        print(f"dcpkernels: {self.title} ({seconds:.1f} s)\n{done.stdout}".rstrip(), flush=True)
+        deps = {path: os.stat(path).st_mtime_ns for path in self.dependencies()}
+        if max(deps.values()) < started_ns:  # else one was saved as it was being read: build again
+            self.stamp.write_text(json.dumps({"key": self.key, "deps": deps}))
+
+
+def place(built: Path, destination: Path) -> None:
+    """Copies `built` unless it is there already, by rename for the same reason as in Step.run."""
+    was, now = (path.stat() if path.exists() else None for path in (destination, built))
+    if was and (was.st_size, was.st_mtime_ns) == (now.st_size, now.st_mtime_ns):
+        return
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    draft = destination.with_name(destination.name + ".new")
+    shutil.copy2(built, draft)
+    draft.replace(destination)
+
+
+class BuildTargets(build_ext):
+    user_options = [
+        *build_ext.user_options,
+        ("cxxflags=", None, "more flags for compiler and linker, for test builds"),
+    ]
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.cxxflags = ""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.editable_mode:
+            # An editable install hands in a temporary folder; keep the objects where the next build looks.
+            default = build(self.distribution)
+            default.ensure_finalized()
+            self.build_temp = default.build_temp
+
+    def run(self) -> None:
+        if sys.platform != "linux":
+            raise PlatformError(f"dcpkernels builds on Linux (this is {sys.platform})")
+        required, self.compilers, missing = "DCPKERNELS_TARGETS" in os.environ, {}, {}
+        for ext in self.extensions:
+            try:
+                self.compilers[ext.name] = ext.target.compiler()
+            except Missing as reason:
+                if required or ext.target.name == "cpu":
+                    raise PlatformError(f"target {ext.target.name}: {reason}") from None
+                missing[ext.target.name] = str(reason)
+        self.extensions = [ext for ext in self.extensions if ext.name in self.compilers]
+        super().run()
+        self.say_what_was_built(missing)
+
+    def say_what_was_built(self, missing: dict[str, str]) -> None:
+        built = {}
+        for ext in self.extensions:
+            variants = " ".join(variant.name for variant in ext.target.variants)
+            built[ext.target.name] = f"{ext.target.name} [{variants}] ({self.compilers[ext.name].label})"
+        rest = dict.fromkeys((target.name for target in TARGETS if target.name not in built), "not asked for")
+        rest |= missing | dict.fromkeys(WITHOUT_SOURCES, "no sources in this version")
+        reasons = "".join(f"; {name}: {reason}" for name, reason in rest.items())
+        print(f"dcpkernels: built {', '.join(built.values()) or 'nothing'}{reasons}", flush=True)
+
+    def build_extension(self, ext: Extension) -> None:
+        place(self.build_module(ext), Path(self.get_ext_fullpath(ext.name)))
+
+    def copy_extensions_to_source(self) -> None:
+        # Called for --inplace and for editable installs; get_ext_fullpath then means the source folder.
+        for ext in self.extensions:
+            place(self.module_file(ext), Path(self.get_ext_fullpath(ext.name)))
+
+    def module_file(self, ext: Extension) -> Path:
+        filename = self.get_ext_filename(self.get_ext_fullname(ext.name))
+        return Path(self.build_temp, ext.target.name, Path(filename).name)
+
+    def build_module(self, ext: Extension) -> Path:
+        target, compiler, host = ext.target, self.compilers[ext.name], find_cxx()
+        more = [f"-D{name}={value}" for name, value in self.define or ()] + shlex.split(self.cxxflags)
+        strict = ["-Werror"] if os.environ.get("DCPKERNELS_WERROR") == "1" else []
+        common = [*COMMON_FLAGS, "-Icsrc", f"-DDCP_TARGET_{target.name.upper()}", *strict]
+        folder = Path(self.build_temp, target.name)
+
+        steps = []
+        for source in target.sources(target.ops):
+            for variant in target.variants:
+                flags = [*common, *target.flags, *variant.flags, f"-DDCP_NS={variant.name}", *more]
+                output = folder / variant.name / (Path(source).name + ".o")
+                command = [*compiler.command, *flags, "-c", source]
+                steps.append(Step(f"compile {source} [{variant.name}]", command, output, compiler))
+
+        have = [f"-DDCP_HAVE_{variant.name.upper()}" for variant in target.variants]
+        identity = f'-DDCP_BUILD_ID="{build_id(target, more)}"'
+        for source in target.sources(target.bindings):
+            flags = [*common, *HOST_FLAGS, "-DDCP_NS=host", *have, *more]
+            if "DCP_BUILD_ID" in Path(source).read_text():  # the others stay good when any source changes
+                flags.append(identity)
+            command = [*host.command, *flags, *python_includes(), "-c", source]
+            output = folder / "bindings" / (Path(source).name + ".o")
+            steps.append(Step(f"compile {source}", command, output, host))
+
+        self.run_all([step for step in steps if self.force or not step.is_fresh()])
+        objects = [step.output for step in steps]
+        command = [*host.command, "-shared", "-pthread", *shlex.split(self.cxxflags), *map(str, objects)]
+        link = Step(f"link _C_{target.name}", command, self.module_file(ext), host, inputs=objects)
+        if self.force or not link.is_fresh():
+            link.run()
+        return link.output
+
+    def run_all(self, steps: list[Step]) -> None:
+        jobs = self.parallel or len(os.sched_getaffinity(0))
+        with ThreadPoolExecutor(max(1, min(jobs, len(steps)))) as pool:
+            for result in [pool.submit(step.run) for step in steps]:
+                result.result()
+
+
+def python_includes() -> list[str]:
+    """As system folders: their warnings are not ours to mend."""
+    try:
+        import pybind11
+    except ImportError:
+        raise PlatformError("pybind11 is missing (pip install pybind11, or let pip build)") from None
+    include = sysconfig.get_path("include")
+    if not Path(include, "Python.h").exists():
+        raise PlatformError(f"no Python.h in {include} (install python3-dev, on Fedora python3-devel)")
+    return ["-isystem", pybind11.get_include(), "-isystem", include]
+
+
+def extension(target: Target) -> Extension:
+    sources = target.sources(target.ops) + target.sources(target.bindings)
+    ext = Extension(f"dcpkernels._C_{target.name}", sources)
+    ext.target = target
+    return ext
+
+
+setup(ext_modules=[extension(target) for target in selected_targets()], cmdclass={"build_ext": BuildTargets})

@@ -1,0 +1,135 @@
+// Ranks are threads over one mapping, the kernel source is the shipped one: what ThreadSanitizer sees here is the
+// protocol of csrc/ops/a2a_lse_reduce.cc. Every rank checks what it got; exit code 1 = wrong numbers, 66 = a race.
+//
+//   race_a2a_lse_reduce RANKS CHANNELS CALLS SEED
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "host/region.h"
+#include "ops/a2a_lse_reduce.h"
+
+namespace dcp::DCP_NS {
+Status a2a_lse_reduce(const A2aLseReduceParams& params);
+}
+
+namespace {
+
+using namespace dcp;
+
+constexpr int kLocalHeads = 3, kHeadDim = 20, kMaxTokens = 4;
+constexpr uint64_t kRowBytes = 256, kLseRowBytes = 64;
+
+struct Shape {
+  int num_ranks, num_channels, num_calls;
+  unsigned seed;
+
+  uint64_t staging_rows() const { return uint64_t(2) * (num_ranks - 1) * kMaxTokens; }
+  ControlLayout control() const {
+    const uint64_t stream_bytes = sizeof(StreamState) + num_channels * sizeof(ChannelState);
+    const uint64_t flags_bytes = uint64_t(2) * num_channels * num_ranks * sizeof(Flag);
+    return {0, 64, stream_bytes, 64 + stream_bytes, flags_bytes, 1, num_channels};
+  }
+  uint64_t payload_offset() const { return control().flags_offset + control().flags_bytes; }
+  uint64_t lse_offset() const { return payload_offset() + staging_rows() * kRowBytes; }
+  uint64_t num_bytes() const { return lse_offset() + staging_rows() * kLseRowBytes + 64; }
+};
+
+// The number of tokens of a call: the same on all ranks, and often another than in the call before.
+int tokens_of(const Shape& shape, int call) {
+  std::mt19937 random(shape.seed * 7919 + call);
+  return int(random() % (2 * kMaxTokens + 2));  // 0, up to the capacity, above it (rounds)
+}
+
+float value_of(int call, int rank, int token, int head) { return float((call * 31 + rank * 17 + token * 5 + head) % 97); }
+float lse_of(int call, int rank, int token, int head) { return float((call + 3 * rank + token + 2 * head) % 7) * 0.5f; }
+
+bool run_call(const Shape& shape, const uint64_t* bases, int rank, int call) {
+  const int num_heads = kLocalHeads * shape.num_ranks, num_tokens = tokens_of(shape, call);
+  std::vector<float> partial(size_t(num_tokens) * num_heads * kHeadDim), lse(size_t(num_tokens) * num_heads);
+  std::vector<float> out(size_t(num_tokens) * kLocalHeads * kHeadDim, -1.0f);
+  for (int t = 0; t < num_tokens; ++t) {
+    for (int h = 0; h < num_heads; ++h) {
+      const size_t row = size_t(t) * num_heads + h;
+      lse[row] = lse_of(call, rank, t, h);
+      std::fill_n(&partial[row * kHeadDim], kHeadDim, value_of(call, rank, t, h));
+    }
+  }
+  A2aLseReduceParams p = {};
+  p.partial_out = partial.data();
+  p.partial_lse = lse.data();
+  p.out = out.data();
+  p.partial_out_token_stride = num_heads * kHeadDim;
+  p.partial_out_head_stride = kHeadDim;
+  p.partial_lse_token_stride = num_heads;
+  p.partial_lse_head_stride = 1;
+  p.out_token_stride = kLocalHeads * kHeadDim;
+  p.out_head_stride = kHeadDim;
+  p.num_tokens = num_tokens;
+  p.lse_base = LseBase::k2;
+  p.num_local_heads = kLocalHeads;
+  p.head_dim = kHeadDim;
+  p.max_num_tokens = kMaxTokens;
+  p.payload_offset = shape.payload_offset();
+  p.row_bytes = kRowBytes;
+  p.lse_offset = shape.lse_offset();
+  p.lse_row_bytes = kLseRowBytes;
+  p.symm = {bases, rank, shape.num_ranks};
+  p.control = shape.control();
+  p.wait = {60000000000, 60000000000, 20, 20, nullptr, nullptr};
+  if (DCP_NS::a2a_lse_reduce(p) != Status::kOk) {
+    std::fprintf(stderr, "rank %d call %d: faulted\n", rank, call);
+    return false;
+  }
+  for (int t = 0; t < num_tokens; ++t) {
+    for (int h = 0; h < kLocalHeads; ++h) {
+      const int head = rank * kLocalHeads + h;
+      double sum = 0, expected = 0;
+      for (int r = 0; r < shape.num_ranks; ++r) sum += std::exp2(lse_of(call, r, t, head));
+      for (int r = 0; r < shape.num_ranks; ++r) {
+        expected += std::exp2(lse_of(call, r, t, head)) / sum * value_of(call, r, t, head);
+      }
+      for (int d = 0; d < kHeadDim; ++d) {
+        const float got = out[(size_t(t) * kLocalHeads + h) * kHeadDim + d];
+        if (!(std::fabs(got - expected) <= 1e-4)) {
+          std::fprintf(stderr, "rank %d call %d token %d head %d: got %g, expected %g\n", rank, call, t, head, got, expected);
+          return false;
+        }
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 5) return 2;
+  const Shape shape = {std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3]), unsigned(std::atoi(argv[4]))};
+  std::vector<std::vector<char>> regions(shape.num_ranks);
+  std::vector<uint64_t> bases;
+  for (auto& region : regions) {
+    region.resize(shape.num_bytes() + 64);
+    bases.push_back((reinterpret_cast<uint64_t>(region.data()) + 63) & ~uint64_t(63));
+    // The wrap of the epoch's low half comes soon: it is part of what is raced.
+    dcp::DCP_NS::init_region(bases.back(), shape.control(), shape.num_ranks, 0xfffffff8u);
+  }
+  std::atomic<bool> good{true};
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < shape.num_ranks; ++rank) {
+    ranks.emplace_back([&, rank] {
+      std::mt19937 random(shape.seed + rank);
+      for (int call = 0; call < shape.num_calls && good; ++call) {
+        if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
+        if (!run_call(shape, bases.data(), rank, call)) good = false;
+      }
+    });
+  }
+  for (auto& thread : ranks) thread.join();
+  return good ? 0 : 1;
+}
