@@ -25,7 +25,9 @@ def load(target: str) -> ModuleType:
     for name in ("FLAG_BYTES", "FAULT_BYTES", "STREAM_BYTES", "CHANNEL_BYTES"):
         compiled, expected = getattr(module, name), getattr(region_layout, name)
         if compiled != expected:
-            raise DcpError(f"target {target}: {name} must be {expected} (the module was built with {compiled}: rebuild)")
+            raise DcpError(
+                f"target {target}: {name} must be {expected} (the module was built with {compiled}: rebuild)"
+            )
     return module
 
 

@@ -50,5 +50,9 @@ def writable(op: str, name: str, value: torch.Tensor) -> None:
     reached = 1  # elements that the dims seen so far span
     for stride, size in sorted((stride, size) for stride, size in zip(value.stride(), value.shape) if size > 1):
         if stride < reached:
-            fail(op, f"{name} must not overlap itself", f"strides {value.stride()} for shape {list(value.shape)}")
+            fail(
+                op,
+                f"{name} must not overlap itself",
+                f"strides {value.stride()} for shape {list(value.shape)}",
+            )
         reached = stride * (size - 1) + reached

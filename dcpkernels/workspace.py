@@ -163,14 +163,20 @@ class Workspace:
         isa = config.cpu_isa or env.cpu_isa()
         if isa != "auto" and isa not in module.runnable_variants:
             usable = ", ".join(module.runnable_variants)
-            raise DcpUnsupported(f"workspace: cpu_isa must be one that this build and processor have: {usable} (got {isa!r})")
+            raise DcpUnsupported(
+                f"workspace: cpu_isa must be one that this build and processor have: {usable} (got {isa!r})"
+            )
         timeout_s = _first_given(env.timeout_s(), config.timeout_s)
         first_call_timeout_s = _first_given(env.first_call_timeout_s(), config.first_call_timeout_s)
         self._heap = CpuHeap.create(
             self._group,
             layout.num_bytes,
             init=lambda base: module.init_region(base, control, self.num_ranks, config.start_epoch),
-            payload={"protocol": module.PROTOCOL_VERSION, "build": module.BUILD_ID, **config._shared_fields()},
+            payload={
+                "protocol": module.PROTOCOL_VERSION,
+                "build": module.BUILD_ID,
+                **config._shared_fields(),
+            },
             timeout_s=first_call_timeout_s,
         )
         self._close_timeout_s = timeout_s
@@ -241,7 +247,9 @@ class Workspace:
         if status == self._module.STATUS_FAULTED:
             raise fault_error(op, self._endpoint.fault())
         if status == self._module.STATUS_BUSY:
-            raise DcpError(f"{op}: calls on one lane must come one after the other (a call on lane {lane} is in flight)")
+            raise DcpError(
+                f"{op}: calls on one lane must come one after the other (a call on lane {lane} is in flight)"
+            )
         if status == self._module.STATUS_OVERLAP:
             raise DcpInvalidArgument(f"{op}: out and lse_out must not share memory with each other or with the inputs")
         raise DcpError(f"{op}: status must be known (got {status})")

@@ -140,7 +140,9 @@ def test_every_variant_function_has_its_own_namespace() -> None:
         where = path.relative_to(CSRC).as_posix()
         if where.startswith(("core/", "arch/")) and where not in ("core/types.h", "arch/target.h"):
             assert "namespace dcp::DCP_NS" in path.read_text(), where
-    assert not re.search(r"\binline\b(?! constexpr)|DCP_FN|\bstatic\b", without_comments((CSRC / "core/types.h").read_text()))
+    assert not re.search(
+        r"\binline\b(?! constexpr)|DCP_FN|\bstatic\b", without_comments((CSRC / "core/types.h").read_text())
+    )
 
 
 def test_contract_names_all_that_kernels_use() -> None:
@@ -254,6 +256,11 @@ def test_a_print_is_found() -> None:
 
 
 def test_files_are_small() -> None:
-    files = [*csrc_files(), *package_files(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]
+    files = [
+        *csrc_files(),
+        *package_files(),
+        *(ROOT / "tests").rglob("*.py"),
+        *(ROOT / "bench").rglob("*.py"),
+    ]
     long = {relative(path): n for path in files if (n := len(path.read_text().splitlines())) > 500}
     assert long == {}

@@ -1,20 +1,24 @@
-// What every target supplies, in namespace dcp::DCP_NS::arch. A kernel uses nothing else of the hardware; a target that
-// lacks a line of this page does not compile. Adding a target is writing one such header (docs/protocol.md).
+// What every target supplies, in namespace dcp::DCP_NS::arch. A kernel uses nothing else of the hardware; a
+// target that lacks a line of this page does not compile. Adding a target is writing one such header
+// (docs/protocol.md).
 //
-//   threads    Cta {index, thread_rank, size, sync, shared<S>}; Lanes<N> {rank, size, group, num_groups, sync, broadcast}
-//   launch     launch<Shared>(kernel, num_channels, params): every channel runs `kernel`, all may run at the same time
-//              claim_call / release_call: turns away a second call on a stream where the host can see it
-//   order      load_acquire_sys, load_relaxed_sys, store_release_sys, store_relaxed_sys (u32, u64; visible to all ranks),
-//              fetch_add, compare_exchange_sys
-//              publish_done(cta): all stores of the CTA to peers are complete before a flag that follows
-//              signal_flag(flag, value): a release store that also wakes a sleeping owner
-//   time       now_ns, spin_pause, Backoff {is_slow, pause}, kHostPollNs, poll_host
-//   bytes      copy_to_peer(cta, destination, source, num_bytes)
-//   numbers    fma, exp2 (x <= 0), log2, abs; half / bfloat16 <-> float, to nearest even; to_float, from_float<T>
-//   vectors    RowVec<T> {kElements, broadcast, load, store} for float, Half, BFloat16; fma; kRowBlock, kHeadTile
+//   threads   Cta {index, thread_rank, size, sync, shared<S>}
+//             Lanes<N> {rank, size, group, num_groups, sync, broadcast, kMaxGroups}
+//   launch    launch<Shared>(kernel, num_channels, params): every channel runs `kernel`, maybe all at once
+//             claim_call / release_call: turns away a second call on a stream where the host can see it
+//   order     load_acquire_sys, load_relaxed_sys, store_release_sys, store_relaxed_sys (u32, u64)
+//             fetch_add, compare_exchange_sys
+//             publish_done(cta): all stores of the CTA to peers are complete before a flag that follows
+//             signal_flag(flag, value): a release store that also wakes a sleeping owner
+//   time      now_ns, spin_pause, Backoff {is_slow, pause}, kHostPollNs, poll_host
+//   bytes     copy_to_peer(cta, destination, source, num_bytes)
+//   numbers   fma, exp2 (x <= 0), log2, abs; to_float, from_float<T>, rounding to nearest even
+//   vectors   RowVec<T> {kElements, broadcast, load, store} for float, Half, BFloat16; fma
+//             kRowBlock, kHeadTile
 //
-// Every number is the result of correctly rounded IEEE operations in a stated order, so that the variants of one target
-// agree in every bit. There is no fence: order comes from the flags alone, and ThreadSanitizer can follow it.
+// Every number is the result of correctly rounded IEEE operations in a stated order, so that the variants of
+// one target agree in every bit. There is no fence: order comes from the flags alone, and ThreadSanitizer can
+// follow it.
 #pragma once
 
 #include "core/types.h"
@@ -28,7 +32,9 @@ static_assert(sizeof(decltype(arch::exp2(0.0f))) == 4 && sizeof(decltype(arch::l
 static_assert(sizeof(arch::from_float<BFloat16>(0.0f)) == 2 && sizeof(arch::from_float<Half>(0.0f)) == 2);
 static_assert(arch::kHostPollNs > 0);
 
-// The symmetric region is shared by processes that may come from different compilations: its words have one size.
-static_assert(sizeof(Flag) == 64 && sizeof(FaultRecord) == 64 && sizeof(StreamState) == 64 && sizeof(ChannelState) == 64);
+// The symmetric region is shared by processes that may come from different compilations: its words have one
+// size.
+static_assert(sizeof(Flag) == 64 && sizeof(FaultRecord) == 64 && sizeof(StreamState) == 64 &&
+              sizeof(ChannelState) == 64);
 
 }  // namespace dcp::DCP_NS

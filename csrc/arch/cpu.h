@@ -1,6 +1,6 @@
-// CPU target: threads, order, time. A CPU thread is a CTA of size 1; every loop over the CTA is then a plain loop.
-// The __atomic builtins are used instead of std::atomic_ref: a member function that is not inlined would be emitted
-// under the same name by every ISA variant. ThreadSanitizer understands both.
+// CPU target: threads, order, time. A CPU thread is a CTA of size 1; every loop over the CTA is then a plain
+// loop. The __atomic builtins are used instead of std::atomic_ref: a member function that is not inlined
+// would be emitted under the same name by every ISA variant. ThreadSanitizer understands both.
 #pragma once
 
 #if defined(__x86_64__)
@@ -57,8 +57,8 @@ class Lanes {
   DCP_FN int broadcast(int value) const { return value; }
 };
 
-// Runs `kernel(cta, params)` for the channels [0, num_channels), each with its own Shared, in this thread. One channel
-// that faults makes the call a faulted one.
+// Runs `kernel(cta, params)` for the channels [0, num_channels), each with its own Shared, in this thread.
+// One channel that faults makes the call a faulted one.
 template <class Shared, class Params>
 DCP_FN Status launch(Status (*kernel)(const Cta&, const Params&), int num_channels, const Params& params) {
   Status status = Status::kOk;
@@ -104,8 +104,8 @@ DCP_FN bool compare_exchange_sys(T* word, T expected, T desired) {
   return __atomic_compare_exchange_n(word, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-// All stores of the CTA to peers are complete before a flag that follows. A release store sees to ordinary stores; those
-// that went past the caches (copy_to_peer) are ordered by sfence.
+// All stores of the CTA to peers are complete before a flag that follows. A release store sees to ordinary
+// stores; those that went past the caches (copy_to_peer) are ordered by sfence.
 DCP_FN void publish_done(const Cta& cta) {
 #if defined(__x86_64__)
   _mm_sfence();
@@ -118,8 +118,9 @@ DCP_FN uint32_t* futex_word(Flag* flag) {
   return reinterpret_cast<uint32_t*>(&flag->value);
 }
 
-// Raises a peer's flag, and wakes the peer if it sleeps on it. Exchange, then read `sleepers`; the sleeper raises
-// `sleepers`, then looks at the value: both sequentially consistent, so that one of the two sees the other.
+// Raises a peer's flag, and wakes the peer if it sleeps on it. Exchange, then read `sleepers`; the sleeper
+// raises `sleepers`, then looks at the value: both sequentially consistent, so that one of the two sees the
+// other.
 DCP_FN void signal_flag(Flag* flag, uint64_t value) {
   __atomic_exchange_n(&flag->value, value, kSignalOrder);
   if (__builtin_expect(__atomic_load_n(&flag->sleepers, __ATOMIC_SEQ_CST) != 0, 0)) {
@@ -127,8 +128,8 @@ DCP_FN void signal_flag(Flag* flag, uint64_t value) {
   }
 }
 
-// Calls on one epoch stream come one after the other. On a CPU two threads of the engine may break that rule: the second
-// one is turned away before it has touched anything.
+// Calls on one epoch stream come one after the other. On a CPU two threads of the engine may break that rule:
+// the second one is turned away before it has touched anything.
 DCP_FN bool claim_call(StreamState* state) { return compare_exchange_sys(&state->in_flight, 0u, 1u); }
 DCP_FN void release_call(StreamState* state) { store_release_sys(&state->in_flight, 0u); }
 
@@ -148,8 +149,8 @@ DCP_FN void spin_pause() {
 #endif
 }
 
-// What to do between two looks at a flag: spin while the peer is likely to run on another core, then give the core
-// away, then sleep. A sleep is bounded by 1 ms: poison and deadlines come without a wake-up.
+// What to do between two looks at a flag: spin while the peer is likely to run on another core, then give the
+// core away, then sleep. A sleep is bounded by 1 ms: poison and deadlines come without a wake-up.
 class Backoff {
  public:
   DCP_FN explicit Backoff(const WaitPolicy& policy) : policy_(policy) {}
@@ -193,9 +194,10 @@ DCP_FN HostEvents poll_host(const WaitPolicy& policy) {
 
 // ---- bytes
 
-// Copies `num_bytes` into a peer's region, with all threads of the CTA. The peer read these lines in the round before last,
-// so an ordinary store would first fetch them from its cache, only to overwrite them: between two core complexes that
-// is slower than memory (measured: 21 us for 48 KB, against 1 us). ThreadSanitizer follows memcpy, not these stores.
+// Copies `num_bytes` into a peer's region, with all threads of the CTA. The peer read these lines in the
+// round before last, so an ordinary store would first fetch them from its cache, only to overwrite them:
+// between two core complexes that is slower than memory (measured: 21 us for 48 KB, against 1 us).
+// ThreadSanitizer follows memcpy, not these stores.
 DCP_FN void copy_to_peer(const Cta&, void* destination, const void* source, int64_t num_bytes) {
   char* to = static_cast<char*>(destination);
   const char* from = static_cast<const char*>(source);
@@ -204,12 +206,14 @@ DCP_FN void copy_to_peer(const Cta&, void* destination, const void* source, int6
   const int64_t to_line = -int64_t(reinterpret_cast<uint64_t>(to)) & (kLine - 1);
   const int64_t head = to_line < num_bytes ? to_line : num_bytes;
   memcpy(to, from, size_t(head));
-  for (to += head, from += head, num_bytes -= head; num_bytes >= kLine; to += kLine, from += kLine, num_bytes -= kLine) {
+  for (to += head, from += head, num_bytes -= head; num_bytes >= kLine;
+       to += kLine, from += kLine, num_bytes -= kLine) {
 #if defined(__AVX512F__)
     _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
 #else
     for (int i = 0; i < kLine; i += 16) {
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
     }
 #endif
   }

@@ -1,5 +1,5 @@
-// CPU target: arithmetic. Every variant gives the same bits: each operation here is one correctly rounded IEEE
-// operation (fma, conversion to nearest even), whatever the instruction set; exp2 is built of them.
+// CPU target: arithmetic. Every variant gives the same bits: each operation here is one correctly rounded
+// IEEE operation (fma, conversion to nearest even), whatever the instruction set; exp2 is built of them.
 #pragma once
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -27,8 +27,9 @@ DCP_FN float abs(float x) { return __builtin_fabsf(x); }
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 DCP_FN float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #else
-// The product of two floats is exact in a double. Their sum with c is rounded to odd (Boldo and Melquiond, "Emulation
-// of FMA and correctly rounded sums", 2008), so that the second rounding, to float, sees on which side of a tie it is.
+// The product of two floats is exact in a double. Their sum with c is rounded to odd (Boldo and Melquiond,
+// "Emulation of FMA and correctly rounded sums", 2008), so that the second rounding, to float, sees on which
+// side of a tie it is.
 DCP_FN float fma(float a, float b, float c) {
   const double product = double(a) * double(b), addend = double(c);
   const double sum = product + addend;
@@ -41,8 +42,8 @@ DCP_FN float fma(float a, float b, float c) {
 }
 #endif
 
-// 2^x for x <= 0, relative error below 1.35 x 2^-24 down to 2^-126, and gradual underflow below. x = n + f with |f| <= 1/2;
-// 2^f by a minimax polynomial (relative error 2^-28.9).
+// 2^x for x <= 0, relative error below 1.35 x 2^-24 down to 2^-126, and gradual underflow below. x = n + f
+// with |f| <= 1/2; 2^f by a minimax polynomial (relative error 2^-28.9).
 DCP_FN float exp2(float x) {
   const float clamped = x > -152.0f ? x : -152.0f;  // -inf too: 2^-152 rounds to 0
   const float shifted = clamped + 0x1.8p23f;        // the integer is in the low bits of the significand
@@ -58,7 +59,8 @@ DCP_FN float exp2(float x) {
   // Two factors of half the exponent: 2^-149 has no normal float, and the result is rounded once.
   const int32_t exponent = bit_cast<int32_t>(shifted) - bit_cast<int32_t>(0x1.8p23f);
   const int32_t half = exponent >> 1;
-  const float low = bit_cast<float>((half + 127) << 23), high = bit_cast<float>((exponent - half + 127) << 23);
+  const float low = bit_cast<float>((half + 127) << 23),
+              high = bit_cast<float>((exponent - half + 127) << 23);
   return (p * low) * high;
 }
 
@@ -66,7 +68,8 @@ DCP_FN float log2(float x) { return float(__builtin_log2(double(x))); }
 
 DCP_FN float bfloat16_to_float(uint16_t bits) { return bit_cast<float>(uint32_t(bits) << 16); }
 
-// Exact. Subnormals are made from the integer, so that a host thread that flushes fp32 subnormals changes nothing.
+// Exact. Subnormals are made from the integer, so that a host thread that flushes fp32 subnormals changes
+// nothing.
 DCP_FN float half_to_float(uint16_t bits) {
   const uint32_t sign = uint32_t(bits & 0x8000) << 16, exponent = bits >> 10 & 0x1f, fraction = bits & 0x3ff;
   if (exponent == 0) return bit_cast<float>(bit_cast<uint32_t>(float(fraction) * 0x1p-24f) | sign);
@@ -86,7 +89,8 @@ DCP_FN uint16_t float_to_half(float x) {
   if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));  // NaN, quiet
   if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);                             // 65520 and up
   if (magnitude < 0x38800000) {
-    // Subnormal: the sum with 0.5 has the half's last bit as its own last bit, and rounds to nearest even there.
+    // Subnormal: the sum with 0.5 has the half's last bit as its own last bit, and rounds to nearest even
+    // there.
     const float sum = bit_cast<float>(magnitude) + 0.5f;
     return uint16_t(sign | (bit_cast<uint32_t>(sum) - 0x3f000000));
   }
@@ -114,9 +118,9 @@ DCP_FN Half from_float<Half>(float x) {
 
 // ---- vectors
 //
-// RowVec<T> holds kElements consecutive elements of a row as floats. Only load and store know in which order they lie:
-// 16-bit formats keep the even and the odd elements apart, which costs a shift and a mask where widening in order would
-// cost two shuffles.
+// RowVec<T> holds kElements consecutive elements of a row as floats. Only load and store know in which order
+// they lie: 16-bit formats keep the even and the odd elements apart, which costs a shift and a mask where
+// widening in order would cost two shuffles.
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 
@@ -156,7 +160,8 @@ DCP_FN void load_pair(const Half* p, FloatVec& first, FloatVec& second) {
 }
 DCP_FN void store_pair(Half* p, FloatVec first, FloatVec second) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(first.v, _MM_FROUND_TO_NEAREST_INT));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p) + 1, _mm512_cvtps_ph(second.v, _MM_FROUND_TO_NEAREST_INT));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p) + 1,
+                      _mm512_cvtps_ph(second.v, _MM_FROUND_TO_NEAREST_INT));
 }
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)

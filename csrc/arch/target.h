@@ -1,6 +1,6 @@
 // Picks the one target header of this compilation. Nothing above arch/ asks which target it is.
-// DCP_NS names the namespace of this compilation: each CPU variant, CUDA and HIP get their own, so that several
-// compilations of one source live in one module without sharing a symbol.
+// DCP_NS names the namespace of this compilation: each CPU variant, CUDA and HIP get their own, so that
+// several compilations of one source live in one module without sharing a symbol.
 #pragma once
 
 #include "core/types.h"

@@ -9,7 +9,8 @@ namespace dcp {
 namespace {
 
 // [begin, end) of a strided tensor's bytes, relative to its address.
-int64_t span_bytes(int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride, int64_t dim, int64_t size) {
+int64_t span_bytes(int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride, int64_t dim,
+                   int64_t size) {
   if (tokens == 0 || heads == 0 || dim == 0) return 0;
   return ((tokens - 1) * token_stride + (heads - 1) * head_stride + dim) * size;
 }
@@ -21,9 +22,9 @@ bool overlap(uint64_t a, int64_t a_bytes, uint64_t b, int64_t b_bytes) {
 class A2aLseReducePlan {
  public:
   A2aLseReducePlan(const Endpoint& endpoint, int dtype, int lse_dtype, int lse_base, int lane, int stream_idx,
-                   int64_t num_tokens, int num_local_heads, int head_dim, int64_t max_num_tokens, int num_seqs,
-                   uint64_t payload_offset, uint64_t row_bytes, uint64_t lse_offset, uint64_t lse_row_bytes,
-                   std::array<int64_t, 8> strides)
+                   int64_t num_tokens, int num_local_heads, int head_dim, int64_t max_num_tokens,
+                   int num_seqs, uint64_t payload_offset, uint64_t row_bytes, uint64_t lse_offset,
+                   uint64_t lse_row_bytes, std::array<int64_t, 8> strides)
       : run_(endpoint.variant().a2a_lse_reduce) {
     DCP_CHECK(stream_idx >= 0 && stream_idx < endpoint.control().num_streams, stream_idx);
     DCP_CHECK(max_num_tokens >= 1, max_num_tokens);
@@ -62,8 +63,8 @@ class A2aLseReducePlan {
   }
 
   // Returns a Status; raises what a signal handler raised while the call waited.
-  int operator()(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse, uint64_t seq_lens,
-                 uint64_t query_start_loc) const {
+  int operator()(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse,
+                 uint64_t seq_lens, uint64_t query_start_loc) const {
     const int64_t lse_bytes = out_lse == 0 ? 0 : out_lse_bytes_;
     if (overlap(out, out_bytes_, partial_out, partial_out_bytes_) ||
         overlap(out, out_bytes_, partial_lse, partial_lse_bytes_) ||
@@ -103,15 +104,15 @@ class A2aLseReducePlan {
 void bind_a2a_lse_reduce(py::module_& module) {
   module.attr("STATUS_OVERLAP") = A2aLseReducePlan::kOverlap;
   py::class_<A2aLseReducePlan>(module, "A2aLseReducePlan")
-      .def(py::init<const Endpoint&, int, int, int, int, int, int64_t, int, int, int64_t, int, uint64_t, uint64_t,
-                    uint64_t, uint64_t, std::array<int64_t, 8>>(),
+      .def(py::init<const Endpoint&, int, int, int, int, int, int64_t, int, int, int64_t, int, uint64_t,
+                    uint64_t, uint64_t, uint64_t, std::array<int64_t, 8>>(),
            py::keep_alive<1, 2>(), py::kw_only(), py::arg("endpoint"), py::arg("dtype"), py::arg("lse_dtype"),
            py::arg("lse_base"), py::arg("lane"), py::arg("stream_idx"), py::arg("num_tokens"),
            py::arg("num_local_heads"), py::arg("head_dim"), py::arg("max_num_tokens"), py::arg("num_seqs"),
            py::arg("payload_offset"), py::arg("row_bytes"), py::arg("lse_offset"), py::arg("lse_row_bytes"),
            py::arg("strides"))
-      .def("__call__", &A2aLseReducePlan::operator(), py::arg("partial_out"), py::arg("partial_lse"), py::arg("out"),
-           py::arg("out_lse"), py::arg("seq_lens"), py::arg("query_start_loc"));
+      .def("__call__", &A2aLseReducePlan::operator(), py::arg("partial_out"), py::arg("partial_lse"),
+           py::arg("out"), py::arg("out_lse"), py::arg("seq_lens"), py::arg("query_start_loc"));
 }
 
 }  // namespace dcp

@@ -16,11 +16,13 @@ namespace dcp {
 
 namespace py = pybind11;
 
-// One rank's end of a workspace. The regions stay mapped as long as it is used: dcpkernels/workspace.py sees to that.
+// One rank's end of a workspace. The regions stay mapped as long as it is used: dcpkernels/workspace.py sees
+// to that.
 class Endpoint {
  public:
   Endpoint(int rank, std::vector<uint64_t> bases, std::vector<int> socket_fds, const ControlLayout& control,
-           int64_t timeout_ns, int64_t first_timeout_ns, int num_spins, int num_yields, const std::string& isa)
+           int64_t timeout_ns, int64_t first_timeout_ns, int num_spins, int num_yields,
+           const std::string& isa)
       : bases_(std::move(bases)), socket_fds_(std::move(socket_fds)), control_(control) {
     const int num_ranks = int(bases_.size());
     DCP_CHECK(num_ranks >= 1 && num_ranks <= kMaxRanks, num_ranks);
@@ -43,8 +45,8 @@ class Endpoint {
   bool is_poisoned() const { return DCP_NS::is_poisoned(symm_, control_); }
 
  private:
-  // Called by a waiting kernel, without the GIL. Only the main thread can be interrupted: elsewhere Python would not run
-  // the handler anyway.
+  // Called by a waiting kernel, without the GIL. Only the main thread can be interrupted: elsewhere Python
+  // would not run the handler anyway.
   static void poll_host(void* context, HostEvents* events) {
     const Endpoint& self = *static_cast<const Endpoint*>(context);
     events->lost_peers = DCP_NS::closed_sockets(self.socket_fds_.data(), self.symm_.num_ranks);

@@ -1,4 +1,5 @@
-// The module dcpkernels._C_cpu: the only code that sees pybind11, together with its neighbours in this folder.
+// The module dcpkernels._C_cpu: the only code that sees pybind11, together with its neighbours in this
+// folder.
 #include <pybind11/stl.h>
 
 #include "bindings/handle.h"
@@ -39,7 +40,8 @@ std::tuple<uint64_t, uint64_t, uint64_t> stream_counters(const Endpoint& endpoin
 bool is_in_flight(const Endpoint& endpoint, int stream_idx) {
   DCP_CHECK(stream_idx >= 0 && stream_idx < endpoint.control().num_streams, stream_idx);
   return DCP_NS::arch::load_acquire_sys(
-             &DCP_NS::stream_state(endpoint.symm(), endpoint.control(), endpoint.symm().rank, stream_idx)->in_flight) != 0;
+             &DCP_NS::stream_state(endpoint.symm(), endpoint.control(), endpoint.symm().rank, stream_idx)
+                  ->in_flight) != 0;
 }
 
 std::vector<std::string> variants(bool runs_here) {
@@ -71,12 +73,12 @@ PYBIND11_MODULE(_C_cpu, module) {
 
   py::class_<ControlLayout>(module, "ControlLayout")
       .def(py::init<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, int32_t, int32_t>(), py::kw_only(),
-           py::arg("fault_offset"), py::arg("streams_offset"), py::arg("stream_bytes"), py::arg("flags_offset"),
-           py::arg("flags_bytes"), py::arg("num_streams"), py::arg("num_channels"));
+           py::arg("fault_offset"), py::arg("streams_offset"), py::arg("stream_bytes"),
+           py::arg("flags_offset"), py::arg("flags_bytes"), py::arg("num_streams"), py::arg("num_channels"));
 
   py::class_<Endpoint>(module, "Endpoint")
-      .def(py::init<int, std::vector<uint64_t>, std::vector<int>, const ControlLayout&, int64_t, int64_t, int, int,
-                    const std::string&>(),
+      .def(py::init<int, std::vector<uint64_t>, std::vector<int>, const ControlLayout&, int64_t, int64_t, int,
+                    int, const std::string&>(),
            py::kw_only(), py::arg("rank"), py::arg("bases"), py::arg("socket_fds"), py::arg("control"),
            py::arg("timeout_ns"), py::arg("first_timeout_ns"), py::arg("num_spins"), py::arg("num_yields"),
            py::arg("isa"))

@@ -1,7 +1,7 @@
 // One channel of one call on an epoch stream: the only code that touches flags, epochs and deadlines.
 //
-// A channel's life, in the names of docs/protocol.md: enter, then per round signal (once per peer) and wait (once), then
-// confirm and leave. All of it is called by every thread of the CTA.
+// A channel's life, in the names of docs/protocol.md: enter, then per round signal (once per peer) and wait
+// (once), then confirm and leave. All of it is called by every thread of the CTA.
 #pragma once
 
 #include "arch/target.h"
@@ -11,36 +11,39 @@
 
 namespace dcp::DCP_NS {
 
-// The epoch after `epoch`. Low halves 0 and 1 are skipped together: 0 would look like a flag that was never raised, and
-// skipping one of them alone would use the same parity twice in a row.
+// The epoch after `epoch`. Low halves 0 and 1 are skipped together: 0 would look like a flag that was never
+// raised, and skipping one of them alone would use the same parity twice in a row.
 DCP_FN uint64_t next_epoch(uint64_t epoch) { return uint32_t(epoch) == 0xffffffffu ? epoch + 3 : epoch + 1; }
 DCP_FN uint64_t previous_epoch(uint64_t epoch) { return uint32_t(epoch) == 2 ? epoch - 3 : epoch - 1; }
 
-DCP_FN uint64_t flag_value(uint64_t epoch, uint32_t digest) { return uint64_t(digest) << 32 | uint32_t(epoch); }
+DCP_FN uint64_t flag_value(uint64_t epoch, uint32_t digest) {
+  return uint64_t(digest) << 32 | uint32_t(epoch);
+}
 
 // The one place that knows how long a wait may take.
 DCP_FN int64_t deadline_ns(const WaitPolicy& policy, bool is_first_call) {
   return is_first_call ? policy.first_timeout_ns : policy.timeout_ns;
 }
 
-DCP_FN StreamState* stream_state(const SymmView& symm, const ControlLayout& control, int rank, int stream_idx) {
+DCP_FN StreamState* stream_state(const SymmView& symm, const ControlLayout& control, int rank,
+                                 int stream_idx) {
   return symm_at<StreamState>(symm, rank, control.streams_offset + control.stream_bytes * stream_idx);
 }
-DCP_FN ChannelState* channel_state(const SymmView& symm, const ControlLayout& control, int rank, int stream_idx,
-                                   int channel_idx) {
+DCP_FN ChannelState* channel_state(const SymmView& symm, const ControlLayout& control, int rank,
+                                   int stream_idx, int channel_idx) {
   return reinterpret_cast<ChannelState*>(stream_state(symm, control, rank, stream_idx) + 1) + channel_idx;
 }
 // The flag in `owner`'s region that `source` raises.
-DCP_FN Flag* stream_flag(const SymmView& symm, const ControlLayout& control, int owner, int stream_idx, uint64_t epoch,
-                         int channel_idx, int source) {
+DCP_FN Flag* stream_flag(const SymmView& symm, const ControlLayout& control, int owner, int stream_idx,
+                         uint64_t epoch, int channel_idx, int source) {
   Flag* flags = symm_at<Flag>(symm, owner, control.flags_offset + control.flags_bytes * stream_idx);
   return flags + ((epoch & 1) * control.num_channels + channel_idx) * symm.num_ranks + source;
 }
 
 class Channel {
  public:
-  DCP_FN Channel(const arch::Cta& cta, const SymmView& symm, const ControlLayout& control, const WaitPolicy& policy,
-                 int stream_idx, uint64_t call)
+  DCP_FN Channel(const arch::Cta& cta, const SymmView& symm, const ControlLayout& control,
+                 const WaitPolicy& policy, int stream_idx, uint64_t call)
       : cta_(cta),
         symm_(symm),
         control_(control),
@@ -65,7 +68,8 @@ class Channel {
     return confirm();
   }
 
-  // Step `signal`: tells `peer` that this channel's rows of this round lie in its staging. Pairs with `wait` there.
+  // Step `signal`: tells `peer` that this channel's rows of this round lie in its staging. Pairs with `wait`
+  // there.
   DCP_FN void signal(int peer) const {
     arch::publish_done(cta_);
     if (cta_.thread_rank() == 0) {
@@ -91,12 +95,12 @@ class Channel {
     if (cta_.thread_rank() == 0) arch::store_release_sys(&mine_->in_flight, epoch_);
   }
 
-  // Step `confirm`: after the last read of peer memory. A rank that was late must not trust what it read once the others
-  // have given up on it.
+  // Step `confirm`: after the last read of peer memory. A rank that was late must not trust what it read once
+  // the others have given up on it.
   DCP_FN Status confirm() const { return is_poisoned(symm_, control_) ? Status::kFaulted : Status::kOk; }
 
-  // Step `leave`: the last channel to finish stores the epoch, so that the next call (or the next replay of a captured
-  // one) finds it in memory. A faulted call tells every peer why.
+  // Step `leave`: the last channel to finish stores the epoch, so that the next call (or the next replay of a
+  // captured one) finds it in memory. A faulted call tells every peer why.
   DCP_FN void leave(Status status) const {
     cta_.sync();
     if (cta_.thread_rank() != 0) return;

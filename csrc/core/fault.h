@@ -7,8 +7,8 @@
 namespace dcp::DCP_NS {
 
 DCP_FN uint64_t poison_word(FaultKind kind, int reporter, int peer, Op op, uint64_t epoch) {
-  return uint64_t(kind) << 56 | uint64_t(reporter & 0xff) << 48 | uint64_t(peer & 0xff) << 40 | uint64_t(op) << 32 |
-         (epoch & 0xffffffffu);
+  return uint64_t(kind) << 56 | uint64_t(reporter & 0xff) << 48 | uint64_t(peer & 0xff) << 40 |
+         uint64_t(op) << 32 | (epoch & 0xffffffffu);
 }
 
 struct FaultReport {
@@ -26,8 +26,9 @@ DCP_FN bool is_poisoned(const SymmView& symm, const ControlLayout& control) {
   return arch::load_acquire_sys(&symm_own<FaultRecord>(symm, control.fault_offset)->poison) != 0;
 }
 
-// Poisons every peer with the cause that this rank knows. A rank that only adopts a cause forwards it too: the reporter
-// may have died half-way through its peers, and this rank will not signal any more (tests/protocol finds the hang).
+// Poisons every peer with the cause that this rank knows. A rank that only adopts a cause forwards it too:
+// the reporter may have died half-way through its peers, and this rank will not signal any more
+// (tests/protocol finds the hang).
 DCP_NOINLINE void forward_fault(const SymmView& symm, const ControlLayout& control) {
   const uint64_t word = arch::load_acquire_sys(&symm_own<FaultRecord>(symm, control.fault_offset)->poison);
   for (int i = 1; i < symm.num_ranks; ++i) {
@@ -36,9 +37,11 @@ DCP_NOINLINE void forward_fault(const SymmView& symm, const ControlLayout& contr
   }
 }
 
-// Reports a fault unless one is known already: the first cause stays. This rank is poisoned first, so that it publishes
-// nothing more; the record is complete before any peer can see the word; every peer is poisoned before the kernel returns.
-DCP_NOINLINE void report_fault(const SymmView& symm, const ControlLayout& control, const FaultReport& report) {
+// Reports a fault unless one is known already: the first cause stays. This rank is poisoned first, so that it
+// publishes nothing more; the record is complete before any peer can see the word; every peer is poisoned
+// before the kernel returns.
+DCP_NOINLINE void report_fault(const SymmView& symm, const ControlLayout& control,
+                               const FaultReport& report) {
   FaultRecord* record = symm_own<FaultRecord>(symm, control.fault_offset);
   int peer = 0;
   while (peer < symm.num_ranks - 1 && (report.ranks & rank_bit(peer)) == 0) ++peer;

@@ -1,20 +1,22 @@
-// Where the rows of `a2a_lse_reduce` lie: strided tensors of the caller, staging in the symmetric region, and which
-// rows a shard has nothing to say about.
+// Where the rows of `a2a_lse_reduce` lie: strided tensors of the caller, staging in the symmetric region, and
+// which rows a shard has nothing to say about.
 #pragma once
 
 #include "arch/target.h"
 
 namespace dcp::DCP_NS {
 
-// Staging slot of `source` in the region of `owner`. A rank never sends to itself, so there are num_ranks - 1 slots.
+// Staging slot of `source` in the region of `owner`. A rank never sends to itself, so there are num_ranks - 1
+// slots.
 DCP_FN int staging_slot(int source, int owner, int num_ranks) {
   const int distance = source - owner;
   return (distance > 0 ? distance : distance + num_ranks) - 1;
 }
 
-// Rows of one channel among `num_rows` staging rows: channel_idx, channel_idx + num_channels, ... The owner of a row is
-// a function of the row alone. A split in contiguous blocks would move rows between channels when T changes, and a
-// channel would overwrite staging that another channel of a slower peer still reads (tests/protocol).
+// Rows of one channel among `num_rows` staging rows: channel_idx, channel_idx + num_channels, ... The owner
+// of a row is a function of the row alone. A split in contiguous blocks would move rows between channels when
+// T changes, and a channel would overwrite staging that another channel of a slower peer still reads
+// (tests/protocol).
 struct ChannelRows {
   int64_t first;
   int64_t step;

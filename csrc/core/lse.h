@@ -8,8 +8,8 @@ namespace dcp::DCP_NS {
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 
-// Producers disagree on the LSE of a query without keys: -inf (FlashInfer), +inf (FlashAttention 2, FlashMLA), NaN
-// (uninitialised). All mean empty; -inf is the only one that travels.
+// Producers disagree on the LSE of a query without keys: -inf (FlashInfer), +inf (FlashAttention 2,
+// FlashMLA), NaN (uninitialised). All mean empty; -inf is the only one that travels.
 DCP_FN bool is_finite(float x) { return arch::abs(x) < __builtin_inff(); }
 
 DCP_FN float load_lse(const void* lse, DType dtype, int64_t index) {
@@ -23,9 +23,11 @@ DCP_FN float load_lse(const void* lse, DType dtype, int64_t index) {
   }
 }
 
-// base^delta for delta = lse - max <= 0. The subtraction is done in the producer's base, so that only base e pays a rounding
-// for the change to powers of 2.
-DCP_FN float lse_exp(float delta, LseBase base) { return arch::exp2(base == LseBase::kE ? delta * kLog2E : delta); }
+// base^delta for delta = lse - max <= 0. The subtraction is done in the producer's base, so that only base e
+// pays a rounding for the change to powers of 2.
+DCP_FN float lse_exp(float delta, LseBase base) {
+  return arch::exp2(base == LseBase::kE ? delta * kLog2E : delta);
+}
 
 DCP_FN float merged_lse(float max, float sum, LseBase base) {
   const float log2_sum = arch::log2(sum);

@@ -15,8 +15,8 @@ DCP_FN T* symm_own(const SymmView& symm, uint64_t offset) {
   return symm_at<T>(symm, symm.rank, offset);
 }
 
-// The i-th peer to visit (i = 0 is this rank). Each rank starts at another peer, so that W ranks do not all write to
-// the same one at the same time.
+// The i-th peer to visit (i = 0 is this rank). Each rank starts at another peer, so that W ranks do not all
+// write to the same one at the same time.
 DCP_FN int peer_order(const SymmView& symm, int i) {
   const int peer = symm.rank + i;
   return peer < symm.num_ranks ? peer : peer - symm.num_ranks;

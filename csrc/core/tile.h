@@ -12,25 +12,28 @@ DCP_FN void fill_row(const Lanes& lanes, T* row, int64_t num_elements, float val
 
 // kNumVecs neighbouring vectors at once: independent sums hide the latency of the fma chain over the shards.
 template <int kNumVecs, class T>
-DCP_FN void weighted_sum_block(T* out, const T* const* sources, const float* weights, int num_sources, int64_t offset) {
+DCP_FN void weighted_sum_block(T* out, const T* const* sources, const float* weights, int num_sources,
+                               int64_t offset) {
   using Vec = arch::RowVec<T>;
   Vec sum[kNumVecs];
   for (int v = 0; v < kNumVecs; ++v) sum[v] = Vec::broadcast(0.0f);
   for (int s = 0; s < num_sources; ++s) {
     const Vec weight = Vec::broadcast(weights[s]);
     const T* source = sources[s] + offset;
-    for (int v = 0; v < kNumVecs; ++v) sum[v] = arch::fma(weight, Vec::load(source + v * Vec::kElements), sum[v]);
+    for (int v = 0; v < kNumVecs; ++v)
+      sum[v] = arch::fma(weight, Vec::load(source + v * Vec::kElements), sum[v]);
   }
   for (int v = 0; v < kNumVecs; ++v) sum[v].store(out + offset + v * Vec::kElements);
 }
 
-// out[d] = sum_s weights[s] * sources[s][d], in the order of s, in fp32, rounded once to T. An element goes through the
-// same operations whether it is computed in a block, in a vector or alone: hence the same bits.
+// out[d] = sum_s weights[s] * sources[s][d], in the order of s, in fp32, rounded once to T. An element goes
+// through the same operations whether it is computed in a block, in a vector or alone: hence the same bits.
 template <class T, class Lanes>
-DCP_FN void weighted_sum_row(const Lanes& lanes, T* out, const T* const* sources, const float* weights, int num_sources,
-                             int64_t num_elements) {
+DCP_FN void weighted_sum_row(const Lanes& lanes, T* out, const T* const* sources, const float* weights,
+                             int num_sources, int64_t num_elements) {
   constexpr int64_t kVec = arch::RowVec<T>::kElements, kBlock = arch::kRowBlock * kVec;
-  const int64_t blocks_end = num_elements - num_elements % kBlock, vecs_end = num_elements - num_elements % kVec;
+  const int64_t blocks_end = num_elements - num_elements % kBlock,
+                vecs_end = num_elements - num_elements % kVec;
   for (int64_t d = lanes.rank() * kBlock; d < blocks_end; d += lanes.size() * kBlock) {
     weighted_sum_block<arch::kRowBlock>(out, sources, weights, num_sources, d);
   }

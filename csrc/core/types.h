@@ -1,6 +1,6 @@
 // Plain data that crosses the host / device line and the line between the compilations of one source.
-// Only data lives here: a function would be emitted by every CPU variant under one name, and the linker would keep
-// one of them, perhaps the one with instructions that this machine does not have.
+// Only data lives here: a function would be emitted by every CPU variant under one name, and the linker would
+// keep one of them, perhaps the one with instructions that this machine does not have.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,8 @@ namespace dcp {
 
 // A set of ranks is one 64-bit word (missing peers, lost peers).
 inline constexpr int kMaxRanks = 64;
-// Part of every digest and of the group verdict: two builds that speak different protocols never exchange data.
+// Part of every digest and of the group verdict: two builds that speak different protocols never exchange
+// data.
 inline constexpr uint32_t kProtocolVersion = 1;
 
 // 16-bit floating point as it lies in memory; arch/ converts.
@@ -39,7 +40,8 @@ enum class FaultKind : uint8_t {
   kInterrupted = 4,  // this rank was interrupted (Ctrl-C) while it waited
 };
 
-// One flag per [parity][channel][peer], written by that peer only. A line of its own: W writers share no line.
+// One flag per [parity][channel][peer], written by that peer only. A line of its own: W writers share no
+// line.
 struct alignas(64) Flag {
   uint64_t value;     // epoch (low 32 bits) in the low half, digest of the call in the high half
   uint32_t sleepers;  // > 0: the owner sleeps on `value` (CPU only)
@@ -102,8 +104,8 @@ struct WaitPolicy {
   void* poll_context;
 };
 
-// This rank's view of all regions. `bases` lies in memory, not in the struct: a parameter struct that is indexed at
-// run time costs a GPU thread its own copy on the stack.
+// This rank's view of all regions. `bases` lies in memory, not in the struct: a parameter struct that is
+// indexed at run time costs a GPU thread its own copy on the stack.
 struct SymmView {
   const uint64_t* bases;  // [num_ranks] addresses at which this process sees each rank's region
   int32_t rank;

@@ -1,5 +1,5 @@
-// The part of Channel::wait that runs when a peer is not there yet: patience, deadline, and the search for the culprit.
-// Included by core/channel.h.
+// The part of Channel::wait that runs when a peer is not there yet: patience, deadline, and the search for
+// the culprit. Included by core/channel.h.
 #pragma once
 
 #include "core/channel.h"
@@ -8,8 +8,8 @@ namespace dcp::DCP_NS {
 
 #define DCP_COLD inline __attribute__((noinline, cold))
 
-// Waits for the flag of the peer at place `order_idx`. Three answers end it: the expected flag, a flag that cannot be
-// (mismatch), or a fault (poison, deadline, a lost peer, an interrupt).
+// Waits for the flag of the peer at place `order_idx`. Three answers end it: the expected flag, a flag that
+// cannot be (mismatch), or a fault (poison, deadline, a lost peer, an interrupt).
 DCP_COLD Status Channel::wait_slow(int order_idx, uint64_t expected) const {
   const int peer = peer_order(symm_, order_idx);
   Flag* flag = own_flag(peer);
@@ -56,7 +56,8 @@ DCP_COLD Status Channel::wait_slow(int order_idx, uint64_t expected) const {
   }
 }
 
-// The deadline has passed: names the ranks at fault, and tells a late peer from one that waits in another call.
+// The deadline has passed: names the ranks at fault, and tells a late peer from one that waits in another
+// call.
 DCP_COLD void Channel::expire(FaultKind kind, int64_t waited_ns) const {
   const uint64_t missing = missing_at(symm_.rank, stream_idx_, epoch_);
   const uint64_t blamed = blame(missing);
@@ -80,8 +81,9 @@ DCP_COLD uint64_t Channel::missing_at(int rank, int stream_idx, uint64_t epoch) 
   return missing;
 }
 
-// Follows the chain of waits: a missing peer that is itself in a call and has unmet waits is a victim, not a culprit.
-// Without this, a rank whose deadline happens to end first would name its neighbour instead of the rank that stopped.
+// Follows the chain of waits: a missing peer that is itself in a call and has unmet waits is a victim, not a
+// culprit. Without this, a rank whose deadline happens to end first would name its neighbour instead of the
+// rank that stopped.
 DCP_COLD uint64_t Channel::blame(uint64_t missing) const {
   uint64_t blamed = 0, visited = rank_bit(symm_.rank), frontier = missing;
   while (frontier != 0) {
@@ -100,12 +102,13 @@ DCP_COLD uint64_t Channel::blame(uint64_t missing) const {
   return blamed != 0 ? blamed : missing;
 }
 
-// True when `peer` waits in another epoch stream for this rank, which is not in that call: the two made different calls.
+// True when `peer` waits in another epoch stream for this rank, which is not in that call: the two made
+// different calls.
 DCP_COLD bool Channel::waits_elsewhere(int peer, uint64_t* call) const {
   for (int stream_idx = 0; stream_idx < control_.num_streams; ++stream_idx) {
     if (stream_idx == stream_idx_) continue;
-    const uint64_t theirs = arch::load_acquire_sys(
-        &channel_state(symm_, control_, peer, stream_idx, cta_.index())->in_flight);
+    const uint64_t theirs =
+        arch::load_acquire_sys(&channel_state(symm_, control_, peer, stream_idx, cta_.index())->in_flight);
     const uint64_t mine = arch::load_acquire_sys(
         &channel_state(symm_, control_, symm_.rank, stream_idx, cta_.index())->in_flight);
     if (theirs == 0 || theirs == mine) continue;
@@ -117,8 +120,9 @@ DCP_COLD bool Channel::waits_elsewhere(int peer, uint64_t* call) const {
 }
 
 DCP_COLD void Channel::report(FaultKind kind, uint64_t ranks, uint64_t peer_call, int64_t waited_ns) const {
-  report_fault(symm_, control_,
-               {kind, Op(call_ >> 56), int(call_ >> 48 & 0xff), ranks, epoch_, call_, peer_call, uint64_t(waited_ns)});
+  report_fault(
+      symm_, control_,
+      {kind, Op(call_ >> 56), int(call_ >> 48 & 0xff), ranks, epoch_, call_, peer_call, uint64_t(waited_ns)});
 }
 
 #undef DCP_COLD

@@ -7,8 +7,8 @@
 
 namespace dcp {
 
-#define DCP_DECLARE_OPS(ns)                                  \
-  namespace ns {                                             \
+#define DCP_DECLARE_OPS(ns)                                \
+  namespace ns {                                           \
   Status a2a_lse_reduce(const A2aLseReduceParams& params); \
   }
 #if defined(DCP_HAVE_V4)
@@ -35,7 +35,8 @@ inline bool runs_v3() {
 }
 inline bool runs_v4() {
   return runs_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl");
 }
 #endif
 

@@ -10,8 +10,9 @@
 
 namespace dcp::DCP_NS {
 
-// Fills the control words of a region that nobody else can see yet. `start_epoch` counts as the last completed round of
-// every stream; all flags, of both parities, say that the rounds before the first one were signalled.
+// Fills the control words of a region that nobody else can see yet. `start_epoch` counts as the last
+// completed round of every stream; all flags, of both parities, say that the rounds before the first one were
+// signalled.
 inline void init_region(uint64_t base, const ControlLayout& control, int num_ranks, uint64_t start_epoch) {
   DCP_CHECK(uint32_t(start_epoch) > 1, start_epoch);
   const SymmView symm = {&base, 0, 1};
@@ -47,14 +48,15 @@ inline Fault read_fault(const SymmView& symm, const ControlLayout& control) {
   fault.op = Op(word >> 32 & 0xff);
   const FaultRecord* record = symm_at<FaultRecord>(symm, fault.reporter, control.fault_offset);
   fault.has_record = arch::load_acquire_sys(&record->ready) != 0;
-  fault.record = {word,
-                  fault.has_record,
-                  fault.has_record ? arch::load_relaxed_sys(&record->ranks) : rank_bit(int(word >> 40 & 0xff)),
-                  arch::load_relaxed_sys(&record->lane),
-                  fault.has_record ? arch::load_relaxed_sys(&record->epoch) : (word & 0xffffffffu),
-                  arch::load_relaxed_sys(&record->my_call),
-                  arch::load_relaxed_sys(&record->peer_call),
-                  arch::load_relaxed_sys(&record->waited_ns)};
+  fault.record = {
+      word,
+      fault.has_record,
+      fault.has_record ? arch::load_relaxed_sys(&record->ranks) : rank_bit(int(word >> 40 & 0xff)),
+      arch::load_relaxed_sys(&record->lane),
+      fault.has_record ? arch::load_relaxed_sys(&record->epoch) : (word & 0xffffffffu),
+      arch::load_relaxed_sys(&record->my_call),
+      arch::load_relaxed_sys(&record->peer_call),
+      arch::load_relaxed_sys(&record->waited_ns)};
   return fault;
 }
 

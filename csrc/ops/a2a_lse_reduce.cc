@@ -34,8 +34,9 @@ DCP_FN uint64_t staging_row(const Params& p, int source, int owner, const Round&
   return (uint64_t(round.parity) * (p.symm.num_ranks - 1) + slot) * p.max_num_tokens + row;
 }
 
-// This rank's LSE of one (token, head); -inf when the shard is empty. `num_nonfinite` counts those that are not finite on
-// a row that the lengths do not call empty. Every (token, head) is read once in a call: by `publish` or by `reduce`.
+// This rank's LSE of one (token, head); -inf when the shard is empty. `num_nonfinite` counts those that are
+// not finite on a row that the lengths do not call empty. Every (token, head) is read once in a call: by
+// `publish` or by `reduce`.
 DCP_FN float own_lse(const Params& p, int64_t token, int head, bool is_empty, uint64_t& num_nonfinite) {
   if (is_empty) return -__builtin_inff();
   const int64_t index = token * p.partial_lse_token_stride + head * p.partial_lse_head_stride;
@@ -47,7 +48,8 @@ DCP_FN float own_lse(const Params& p, int64_t token, int head, bool is_empty, ui
 
 // Step `publish`: this channel's rows of this round into `peer`'s staging.
 template <class T>
-DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round, int peer, uint64_t& num_nonfinite) {
+DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round, int peer,
+                    uint64_t& num_nonfinite) {
   const ShardMask mask = shard_mask(p);
   const ChannelRows rows = channel_rows(cta.index(), p.control.num_channels);
   const int first_head = peer * p.num_local_heads;
@@ -82,10 +84,10 @@ struct Tile {
   int num_heads;
 };
 
-// The weights of a tile: weight[s][h] = exp(lse_s - max) / sum, 0 for an empty shard. Every head goes through the shards
-// in rank order; the tile's heads go side by side.
-DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round, const Tile& tile, bool own_is_empty,
-                         float (*weight)[arch::kHeadTile], uint64_t& num_nonfinite) {
+// The weights of a tile: weight[s][h] = exp(lse_s - max) / sum, 0 for an empty shard. Every head goes through
+// the shards in rank order; the tile's heads go side by side.
+DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round, const Tile& tile,
+                         bool own_is_empty, float (*weight)[arch::kHeadTile], uint64_t& num_nonfinite) {
   const int num_ranks = p.symm.num_ranks, rank = p.symm.rank;
   const int own_first_head = rank * p.num_local_heads + tile.first_head;
   for (int s = 0; s < num_ranks; ++s) {
@@ -123,8 +125,8 @@ DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round
   lanes.sync();
 }
 
-// Lists the shards of one head that have weight, in rank order. The others drop out: what they hold is never read, and
-// 0 x NaN never happens.
+// Lists the shards of one head that have weight, in rank order. The others drop out: what they hold is never
+// read, and 0 x NaN never happens.
 template <class T>
 DCP_FN int list_live(const Params& p, const Round& round, const Tile& tile, int h,
                      const float (*weight)[arch::kHeadTile], float* live_weight, const void** live_source) {
@@ -155,12 +157,13 @@ DCP_FN void reduce(const arch::Cta& cta, const Params& p, const Round& round, ui
   const ChannelRows rows = channel_rows(cta.index(), p.control.num_channels);
   const int64_t num_channel_rows = (round.num_rows - rows.first + rows.step - 1) / rows.step;
   const int num_tiles = (p.num_local_heads + arch::kHeadTile - 1) / arch::kHeadTile;
-  float(*weight)[arch::kHeadTile] = shared.weight[lanes.group()];
+  float (*weight)[arch::kHeadTile] = shared.weight[lanes.group()];
   float* live_weight = shared.live_weight[lanes.group()];
   const void** live_source = shared.live_source[lanes.group()];
   for (int64_t item = lanes.group(); item < num_channel_rows * num_tiles; item += lanes.num_groups()) {
     const int64_t row = rows.first + item / num_tiles * rows.step, token = round.first_row + row;
-    const int first_head = int(item % num_tiles) * arch::kHeadTile, heads_left = p.num_local_heads - first_head;
+    const int first_head = int(item % num_tiles) * arch::kHeadTile,
+              heads_left = p.num_local_heads - first_head;
     const Tile tile = {row, token, first_head, heads_left < arch::kHeadTile ? heads_left : arch::kHeadTile};
     tile_weights(lanes, p, round, tile, mask.is_empty(token), weight, num_nonfinite);
     for (int h = 0; h < tile.num_heads; ++h) {
@@ -168,7 +171,8 @@ DCP_FN void reduce(const arch::Cta& cta, const Params& p, const Round& round, ui
       if (lanes.rank() == 0) num_live = list_live<T>(p, round, tile, h, weight, live_weight, live_source);
       num_live = lanes.broadcast(num_live);
       T* out = static_cast<T*>(p.out) + token * p.out_token_stride + (first_head + h) * p.out_head_stride;
-      weighted_sum_row(lanes, out, reinterpret_cast<const T* const*>(live_source), live_weight, num_live, p.head_dim);
+      weighted_sum_row(lanes, out, reinterpret_cast<const T* const*>(live_source), live_weight, num_live,
+                       p.head_dim);
       lanes.sync();
     }
   }
@@ -198,7 +202,8 @@ Status a2a_lse_reduce_kernel(const arch::Cta& cta, const Params& p) {
   int64_t first_row = 0;
   while (status == Status::kOk) {  // T = 0 runs one round: every rank signals and waits in every call
     const int64_t rows_left = p.num_tokens - first_row;
-    const Round round = {first_row, rows_left < p.max_num_tokens ? rows_left : p.max_num_tokens, channel.parity()};
+    const Round round = {first_row, rows_left < p.max_num_tokens ? rows_left : p.max_num_tokens,
+                         channel.parity()};
     for (int i = 1; i < p.symm.num_ranks; ++i) {
       const int peer = peer_order(p.symm, i);
       publish<T>(cta, p, round, peer, num_nonfinite);
@@ -213,7 +218,8 @@ Status a2a_lse_reduce_kernel(const arch::Cta& cta, const Params& p) {
   }
   // A producer's bug that the merge hides, as it takes such a shard for empty: so it must show somewhere.
   if (shard_mask(p).known() && num_nonfinite != 0) {
-    arch::fetch_add(&stream_state(p.symm, p.control, p.symm.rank, p.stream_idx)->nonfinite_lse, num_nonfinite);
+    arch::fetch_add(&stream_state(p.symm, p.control, p.symm.rank, p.stream_idx)->nonfinite_lse,
+                    num_nonfinite);
   }
   if (status == Status::kOk) status = channel.confirm();
   if (status != Status::kOk) poison_output<T>(cta, p);

@@ -1,14 +1,15 @@
-// a2a_lse_reduce: exchange the partial attention of all heads between num_ranks shards of the KV cache, and merge the
-// shards of this rank's heads by their log-sum-exp.
+// a2a_lse_reduce: exchange the partial attention of all heads between num_ranks shards of the KV cache, and
+// merge the shards of this rank's heads by their log-sum-exp.
 //
-// Every rank passes partial_out [T, H, D] and partial_lse [T, H] of its own shard; rank r gets out [T, H / W, D] (and
-// out_lse) of heads r * H/W .. (r + 1) * H/W - 1, merged over all shards.
+// Every rank passes partial_out [T, H, D] and partial_lse [T, H] of its own shard; rank r gets out [T, H / W,
+// D] (and out_lse) of heads r * H/W .. (r + 1) * H/W - 1, merged over all shards.
 //
 // Who writes which bytes. For each other rank, a rank writes its rows into that peer's region:
 //   payload [parity][slot][row]: H/W x D elements of the op's dtype, rows `row_bytes` apart
-//   lse     [parity][slot][row]: H/W fp32, rows `lse_row_bytes` apart; -inf: this shard has nothing for (row, head)
-// where slot = staging_slot(source, owner). It writes nothing else there but its own flag (and a poison word). Payload of
-// an empty row is not written and never read.
+//   lse     [parity][slot][row]: H/W fp32, rows `lse_row_bytes` apart; -inf: this shard has nothing for (row,
+//   head)
+// where slot = staging_slot(source, owner). It writes nothing else there but its own flag (and a poison
+// word). Payload of an empty row is not written and never read.
 //
 // Steps of one round, on every channel c (rows c, c + C, c + 2C, ...); the same names in docs/protocol.md and
 // tests/protocol:
@@ -21,10 +22,10 @@
 //   leave    the last channel stores e
 // T above the capacity runs as several rounds, each with its own epoch, in one call.
 //
-// Why staging of two parities is enough: a rank writes parity(e) again in round e + 2, after `wait` of round e + 1. There
-// it saw each owner's flag e + 1 on the same channel, which the owner raises after its `reduce` of round e. A row belongs
-// to a channel by its staging row alone, so no other channel of the owner can still read it. This holds for every T, also
-// 0, because all channels run and signal all peers in every round.
+// Why staging of two parities is enough: a rank writes parity(e) again in round e + 2, after `wait` of round
+// e + 1. There it saw each owner's flag e + 1 on the same channel, which the owner raises after its `reduce`
+// of round e. A row belongs to a channel by its staging row alone, so no other channel of the owner can still
+// read it. This holds for every T, also 0, because all channels run and signal all peers in every round.
 #pragma once
 
 #include "core/types.h"
@@ -56,7 +57,7 @@ struct A2aLseReduceParams {
   int64_t max_num_tokens;   // rows of one round
   uint64_t payload_offset;  // [2][num_ranks - 1][max_num_tokens] rows of row_bytes, of this lane
   uint64_t row_bytes;
-  uint64_t lse_offset;      // [2][num_ranks - 1][max_num_tokens] rows of lse_row_bytes, of this lane
+  uint64_t lse_offset;  // [2][num_ranks - 1][max_num_tokens] rows of lse_row_bytes, of this lane
   uint64_t lse_row_bytes;
   int32_t stream_idx;
   SymmView symm;

@@ -1,5 +1,5 @@
-// Arithmetic of one CPU variant against the C library and by exhaustion. Prints a checksum of results that all variants
-// must share. Exit code 1 and a line on stderr: something is wrong.
+// Arithmetic of one CPU variant against the C library and by exhaustion. Prints a checksum of results that
+// all variants must share. Exit code 1 and a line on stderr: something is wrong.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -25,7 +25,9 @@ void require(bool ok, const char* what, double a, double b = 0, double c = 0) {
   std::exit(1);
 }
 
-bool same(float a, float b) { return arch::bit_cast<uint32_t>(a) == arch::bit_cast<uint32_t>(b) || (a != a && b != b); }
+bool same(float a, float b) {
+  return arch::bit_cast<uint32_t>(a) == arch::bit_cast<uint32_t>(b) || (a != a && b != b);
+}
 
 // fma is one rounding, also where the product or the sum is subnormal, huge or a tie.
 void check_fma() {
@@ -38,15 +40,18 @@ void check_fma() {
   for (int i = 0; i < 2000000; ++i) {
     const float a = any(i % 2 ? 60 : 3), b = any(i % 2 ? 60 : 3);
     // Half of the time c sits next to the product, where one rounding and two differ.
-    const float c = i % 4 < 2 ? any(60) : float(-double(a) * double(b)) * (1 + float(int(random() % 7) - 3) * 0x1p-23f);
+    const float c =
+        i % 4 < 2 ? any(60) : float(-double(a) * double(b)) * (1 + float(int(random() % 7) - 3) * 0x1p-23f);
     const float got = arch::fma(a, b, c);
     require(same(got, std::fma(a, b, c)), "fma", a, b, c);
     add(got);
   }
   // Ties of the float that the double sum hides: 1 + 2^-24 + 2^-54 and its like.
-  require(arch::fma(1.0f + 0x1p-12f, 1.0f + 0x1p-12f, 0x1p-60f) == std::fma(1.0f + 0x1p-12f, 1.0f + 0x1p-12f, 0x1p-60f),
+  require(arch::fma(1.0f + 0x1p-12f, 1.0f + 0x1p-12f, 0x1p-60f) ==
+              std::fma(1.0f + 0x1p-12f, 1.0f + 0x1p-12f, 0x1p-60f),
           "fma tie", 0);
-  require(std::isinf(arch::fma(HUGE_VALF, 1.0f, 1.0f)) && std::isnan(arch::fma(HUGE_VALF, 0.0f, 1.0f)), "fma inf", 0);
+  require(std::isinf(arch::fma(HUGE_VALF, 1.0f, 1.0f)) && std::isnan(arch::fma(HUGE_VALF, 0.0f, 1.0f)),
+          "fma inf", 0);
 }
 
 void check_exp2() {
@@ -62,15 +67,16 @@ void check_exp2() {
     require(std::fabs(arch::exp2(x) - std::exp2(double(x))) <= 0x1p-149, "exp2 subnormal", x, arch::exp2(x));
     add(arch::exp2(x));
   }
-  require(arch::exp2(0.0f) == 1.0f && arch::exp2(-1.0f) == 0.5f && arch::exp2(-126.0f) == 0x1p-126f, "exp2 exact", 0);
+  require(arch::exp2(0.0f) == 1.0f && arch::exp2(-1.0f) == 0.5f && arch::exp2(-126.0f) == 0x1p-126f,
+          "exp2 exact", 0);
   require(arch::exp2(-HUGE_VALF) == 0.0f && arch::exp2(-1000.0f) == 0.0f, "exp2 of -inf", 0);
   for (float x : {1.0f, 1.5f, 2.0f, 7.25f, 64.0f}) {
     require(std::fabs(arch::log2(x) - std::log2(double(x))) <= 0x1p-22, "log2", x);
   }
 }
 
-// Every half and every bfloat16 goes to float and back unchanged; floats between two neighbours go to the even one at a
-// tie; the vector forms give the bits of the scalar ones.
+// Every half and every bfloat16 goes to float and back unchanged; floats between two neighbours go to the
+// even one at a tie; the vector forms give the bits of the scalar ones.
 template <class T>
 void check_conversions(const char* name) {
   using Vec = arch::RowVec<T>;
@@ -95,7 +101,8 @@ void check_conversions(const char* name) {
     const Vec v = Vec::load(in);
     v.store(back);
     for (int i = 0; i < kLanes; ++i) {
-      if (arch::to_float(in[i]) == arch::to_float(in[i])) require(back[i].bits == in[i].bits, name, bits, back[i].bits);
+      if (arch::to_float(in[i]) == arch::to_float(in[i]))
+        require(back[i].bits == in[i].bits, name, bits, back[i].bits);
     }
   }
   std::mt19937_64 random(2);
@@ -104,9 +111,10 @@ void check_conversions(const char* name) {
     T out[kBatch];
     for (int i = 0; i < kBatch; ++i) {
       uint32_t bits = uint32_t(random());
-      if (n % 3 == 1) bits = (bits & 0xffffe000u) | 0x1000;                          // ties of a half
-      if (n % 3 == 2) bits = (bits & 0xffff0000u) | 0x8000;                          // ties of a bfloat16
-      if (n % 2) bits = (bits & 0x807fffffu) | (100u + uint32_t(random() % 45)) << 23;  // around a half's range
+      if (n % 3 == 1) bits = (bits & 0xffffe000u) | 0x1000;  // ties of a half
+      if (n % 3 == 2) bits = (bits & 0xffff0000u) | 0x8000;  // ties of a bfloat16
+      if (n % 2)
+        bits = (bits & 0x807fffffu) | (100u + uint32_t(random() % 45)) << 23;  // around a half's range
       in[i] = arch::bit_cast<float>(bits);
     }
     for (int i = 0; i < kBatch; i += kLanes) {

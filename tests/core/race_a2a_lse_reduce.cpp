@@ -1,5 +1,6 @@
-// Ranks are threads over one mapping, the kernel source is the shipped one: what ThreadSanitizer sees here is the
-// protocol of csrc/ops/a2a_lse_reduce.cc. Every rank checks what it got; exit code 1 = wrong numbers, 66 = a race.
+// Ranks are threads over one mapping, the kernel source is the shipped one: what ThreadSanitizer sees here is
+// the protocol of csrc/ops/a2a_lse_reduce.cc. Every rank checks what it got; exit code 1 = wrong numbers, 66
+// = a race.
 //
 //   race_a2a_lse_reduce RANKS CHANNELS CALLS SEED
 #include <algorithm>
@@ -46,8 +47,12 @@ int tokens_of(const Shape& shape, int call) {
   return int(random() % (2 * kMaxTokens + 2));  // 0, up to the capacity, above it (rounds)
 }
 
-float value_of(int call, int rank, int token, int head) { return float((call * 31 + rank * 17 + token * 5 + head) % 97); }
-float lse_of(int call, int rank, int token, int head) { return float((call + 3 * rank + token + 2 * head) % 7) * 0.5f; }
+float value_of(int call, int rank, int token, int head) {
+  return float((call * 31 + rank * 17 + token * 5 + head) % 97);
+}
+float lse_of(int call, int rank, int token, int head) {
+  return float((call + 3 * rank + token + 2 * head) % 7) * 0.5f;
+}
 
 bool run_call(const Shape& shape, const uint64_t* bases, int rank, int call) {
   const int num_heads = kLocalHeads * shape.num_ranks, num_tokens = tokens_of(shape, call);
@@ -97,7 +102,8 @@ bool run_call(const Shape& shape, const uint64_t* bases, int rank, int call) {
       for (int d = 0; d < kHeadDim; ++d) {
         const float got = out[(size_t(t) * kLocalHeads + h) * kHeadDim + d];
         if (!(std::fabs(got - expected) <= 1e-4)) {
-          std::fprintf(stderr, "rank %d call %d token %d head %d: got %g, expected %g\n", rank, call, t, head, got, expected);
+          std::fprintf(stderr, "rank %d call %d token %d head %d: got %g, expected %g\n", rank, call, t, head,
+                       got, expected);
           return false;
         }
       }
@@ -110,7 +116,8 @@ bool run_call(const Shape& shape, const uint64_t* bases, int rank, int call) {
 
 int main(int argc, char** argv) {
   if (argc != 5) return 2;
-  const Shape shape = {std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3]), unsigned(std::atoi(argv[4]))};
+  const Shape shape = {std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3]),
+                       unsigned(std::atoi(argv[4]))};
   std::vector<std::vector<char>> regions(shape.num_ranks);
   std::vector<uint64_t> bases;
   for (auto& region : regions) {

@@ -26,8 +26,23 @@ RUNNABLE = [name for name in VARIANT_FLAGS if name in _backend.load("cpu").runna
 def compile_program(folder: Path, sources: list[Path], variant: str, *flags: str) -> Path:
     cxx = shlex.split(os.environ.get("DCPKERNELS_CXX") or os.environ.get("CXX") or "g++")
     program = folder / "_".join([sources[0].stem, variant, *(flag.strip("-").replace("=", "_") for flag in flags)])
-    command = [*cxx, "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread", "-Wall"]
-    command += ["-Wextra", "-Werror", f"-I{CSRC}", "-DDCP_TARGET_CPU", f"-DDCP_NS={variant}", *VARIANT_FLAGS[variant]]
+    command = [
+        *cxx,
+        "-std=c++20",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-pthread",
+        "-Wall",
+    ]
+    command += [
+        "-Wextra",
+        "-Werror",
+        f"-I{CSRC}",
+        "-DDCP_TARGET_CPU",
+        f"-DDCP_NS={variant}",
+        *VARIANT_FLAGS[variant],
+    ]
     done = subprocess.run([*command, *flags, *map(str, sources), "-o", str(program)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return program
@@ -54,9 +69,20 @@ def test_variants_share_no_symbol(tmp_path: Path) -> None:
             continue
         target = tmp_path / f"{variant}.o"
         source = CSRC / "ops" / "a2a_lse_reduce.cc"
-        command = ["g++", "-std=c++20", "-O3", "-fPIC", f"-I{CSRC}", "-DDCP_TARGET_CPU", f"-DDCP_NS={variant}", *flags]
+        command = [
+            "g++",
+            "-std=c++20",
+            "-O3",
+            "-fPIC",
+            f"-I{CSRC}",
+            "-DDCP_TARGET_CPU",
+            f"-DDCP_NS={variant}",
+            *flags,
+        ]
         subprocess.run([*command, "-c", str(source), "-o", str(target)], check=True, capture_output=True)
-        symbols = subprocess.run(["nm", "-C", "--defined-only", target], check=True, capture_output=True, text=True).stdout
+        symbols = subprocess.run(
+            ["nm", "-C", "--defined-only", target], check=True, capture_output=True, text=True
+        ).stdout
         names = [line.split(" ", 2)[2] for line in symbols.splitlines() if line.split(" ", 2)[1] in "TWVu"]
         assert any(name.startswith(f"dcp::{variant}::") for name in names)
         assert [name for name in names if not name.startswith(f"dcp::{variant}::")] == []
@@ -84,7 +110,8 @@ def race_program(tmp_path_factory: pytest.TempPathFactory, race_sources: list[Pa
 
 
 @pytest.mark.parametrize(
-    ("ranks", "channels", "calls"), [(1, 1, 50), (2, 1, 600), (2, 3, 300), (3, 2, 300), (4, 1, 300), (8, 1, 60)]
+    ("ranks", "channels", "calls"),
+    [(1, 1, 50), (2, 1, 600), (2, 3, 300), (3, 2, 300), (4, 1, 300), (8, 1, 60)],
 )
 def test_no_race(race_program: Path, ranks: int, channels: int, calls: int) -> None:
     for seed in (1, 2):
