@@ -14,6 +14,7 @@ from dcpkernels._faults import fault_error, lost_error
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
 from dcpkernels.heap.cpu import CpuHeap
 from dcpkernels.heap.group import as_group
+from dcpkernels.heap.verdict import agree
 from dcpkernels.region_layout import RegionLayout
 
 _log = logging.getLogger("dcpkernels")
@@ -111,23 +112,21 @@ class Workspace:
 
     def __init__(self, group: Any = None, device: str | torch.device = "cpu", config: WorkspaceConfig | None = None):
         self._heap: CpuHeap | None = None  # first, so that a half-made object can be closed
-        if not isinstance(config, WorkspaceConfig):
-            raise DcpInvalidArgument(f"workspace: config must be a WorkspaceConfig (got {type(config).__name__})")
-        self.config = config
-        self.device = str(torch.device(device).type)
-        if self.device != "cpu":
-            raise DcpUnsupported(f"workspace: device must have a built target: cpu (got {self.device!r})")
         self._group = as_group(group)
         self.rank, self.num_ranks = self._group.rank, self._group.num_ranks
-        self._module = _backend.load(self.device)
-        if self.num_ranks > self._module.MAX_RANKS:
-            raise DcpUnsupported(
-                f"workspace: a group must have at most {self._module.MAX_RANKS} ranks (got {self.num_ranks})"
-            )
-        self._layout = config.region_layout(self.num_ranks)
+        # What is wrong on one rank alone must not leave the others waiting: all learn of it.
+        prepared, error = None, None
+        try:
+            prepared = _prepare(device, config, self.num_ranks)
+        except Exception as failure:
+            error = failure
+        wait_s = prepared.first_call_timeout_s if prepared else WorkspaceConfig.first_call_timeout_s
+        agree(self._group, "workspace: check arguments", error=error, timeout_s=wait_s)
+        self.device, self.config = "cpu", config
+        self._module, self._layout, self._timeout_s = prepared.module, prepared.layout, prepared.timeout_s
         self.num_local_heads = self._layout.num_local_heads
         self._plans: dict[Any, Any] = {}
-        self._endpoint = self._make_endpoint()
+        self._endpoint = self._make_endpoint(prepared)
         _log.info(
             "workspace: target cpu (%s), rank %d of %d, %.1f MiB per rank, wire bulk, multicast no (nothing to broadcast)",
             self._endpoint.isa, self.rank, self.num_ranks, self.num_bytes / 2**20,
@@ -148,7 +147,7 @@ class Workspace:
 
     # -- life
 
-    def _make_endpoint(self) -> Any:
+    def _make_endpoint(self, prepared: _Prepared) -> Any:
         module, config, layout = self._module, self.config, self._layout
         parts = layout.parts
         control = module.ControlLayout(
@@ -160,37 +159,24 @@ class Workspace:
             num_streams=layout.num_streams,
             num_channels=layout.num_channels,
         )
-        isa = config.cpu_isa or env.cpu_isa()
-        if isa != "auto" and isa not in module.runnable_variants:
-            usable = ", ".join(module.runnable_variants)
-            raise DcpUnsupported(
-                f"workspace: cpu_isa must be one that this build and processor have: {usable} (got {isa!r})"
-            )
-        timeout_s = _first_given(env.timeout_s(), config.timeout_s)
-        first_call_timeout_s = _first_given(env.first_call_timeout_s(), config.first_call_timeout_s)
         self._heap = CpuHeap.create(
             self._group,
             layout.num_bytes,
             init=lambda base: module.init_region(base, control, self.num_ranks, config.start_epoch),
-            payload={
-                "protocol": module.PROTOCOL_VERSION,
-                "build": module.BUILD_ID,
-                **config._shared_fields(),
-            },
-            timeout_s=first_call_timeout_s,
+            payload={"protocol": module.PROTOCOL_VERSION, "build": module.BUILD_ID, **config._shared_fields()},
+            timeout_s=prepared.first_call_timeout_s,
         )
-        self._close_timeout_s = timeout_s
         num_spins, num_yields = _backend.wait_budget(self.num_ranks)
         return module.Endpoint(
             rank=self.rank,
             bases=self._heap.bases,
             socket_fds=self._heap.socket_fds,
             control=control,
-            timeout_ns=round(timeout_s * 1e9),
-            first_timeout_ns=round(first_call_timeout_s * 1e9),
+            timeout_ns=round(prepared.timeout_s * 1e9),
+            first_timeout_ns=round(prepared.first_call_timeout_s * 1e9),
             num_spins=num_spins,
             num_yields=num_yields,
-            isa=isa,
+            isa=prepared.isa,
         )
 
     def close(self) -> None:
@@ -199,21 +185,26 @@ class Workspace:
         May be called again, at interpreter exit, and after the process group is gone. On a faulted workspace it is local
         and does not wait. No call may be in flight.
         """
+        self._close(wait=True)
+
+    def _close(self, *, wait: bool) -> None:
         if self._heap is None:
             return
         if any(self._endpoint.is_in_flight(stream_idx) for stream_idx in range(self._layout.num_streams)):
             raise DcpError("close: no call may be in flight (another thread is inside an op of this workspace)")
         heap, self._heap = self._heap, None
-        faulted = self._endpoint.is_poisoned()
+        wait = wait and not self._endpoint.is_poisoned()
         self._endpoint = None
         self._plans = {}
-        heap.close(timeout_s=0 if faulted else self._close_timeout_s)
+        heap.close(timeout_s=self._timeout_s if wait else 0)
 
     def __enter__(self) -> Workspace:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        # A rank that leaves by an exception does not wait for the others: they may be inside a call that waits for it.
+        # They see its sockets close.
+        self._close(wait=exc_type is None)
 
     # -- health
 
@@ -273,6 +264,38 @@ class Workspace:
             lse_row_bytes=layout.lse_row_bytes,
             **call,
         )
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What one rank can find out on its own."""
+
+    module: Any
+    layout: RegionLayout
+    isa: str
+    timeout_s: float
+    first_call_timeout_s: float
+
+
+def _prepare(device: str | torch.device, config: WorkspaceConfig | None, num_ranks: int) -> _Prepared:
+    if not isinstance(config, WorkspaceConfig):
+        raise DcpInvalidArgument(f"config must be a WorkspaceConfig (got {type(config).__name__})")
+    if torch.device(device).type != "cpu":
+        raise DcpUnsupported(f"device must have a built target: cpu (got {str(device)!r})")
+    module = _backend.load("cpu")
+    if num_ranks > module.MAX_RANKS:
+        raise DcpUnsupported(f"a group must have at most {module.MAX_RANKS} ranks (got {num_ranks})")
+    isa = config.cpu_isa or env.cpu_isa()
+    if isa != "auto" and isa not in module.runnable_variants:
+        usable = ", ".join(module.runnable_variants)
+        raise DcpUnsupported(f"cpu_isa must be one that this build and processor have: {usable} (got {isa!r})")
+    return _Prepared(
+        module,
+        config.region_layout(num_ranks),
+        isa,
+        _first_given(env.timeout_s(), config.timeout_s),
+        _first_given(env.first_call_timeout_s(), config.first_call_timeout_s),
+    )
 
 
 def _first_given(override: float | None, value: float) -> float:
