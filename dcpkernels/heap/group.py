@@ -77,16 +77,12 @@ class TorchGroup:
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
-            raise DcpInvalidArgument(
-                "group: torch.distributed must be initialised (init_process_group not called)"
-            )
+            raise DcpInvalidArgument("group: torch.distributed must be initialised (init_process_group not called)")
         self.process_group = process_group
         self.rank: int = dist.get_rank(process_group)
         self.num_ranks: int = dist.get_world_size(process_group)
         if self.rank < 0:
-            raise DcpInvalidArgument(
-                f"group: must have this process in it (global rank {dist.get_rank()} is not)"
-            )
+            raise DcpInvalidArgument(f"group: must have this process in it (global rank {dist.get_rank()} is not)")
         try:
             backends = dist.get_backend_config(process_group)
         except (ValueError, AssertionError, RuntimeError):  # a group that did not come out of new_group

@@ -156,9 +156,7 @@ class Mesh:
         if first:
             raise first[0]
 
-    def _exchange(
-        self, message: bytes, fd: int | None, take: Callable[..., None], deadline: Deadline
-    ) -> None:
+    def _exchange(self, message: bytes, fd: int | None, take: Callable[..., None], deadline: Deadline) -> None:
         """Sends one message to every peer and hands one from each to `take`, as they come."""
         if self._failure is not None:
             raise self._failure
@@ -180,9 +178,7 @@ class Mesh:
             self.abort(error)
             raise
 
-    def _receive(
-        self, peers: Iterable[int], deadline: Deadline, fds: list[int] | None = None
-    ) -> tuple[int, bytes]:
+    def _receive(self, peers: Iterable[int], deadline: Deadline, fds: list[int] | None = None) -> tuple[int, bytes]:
         """The next message of any of `peers`; a fast peer's message of the next step stays in its queue."""
         by_fd = {self._peers[peer].fileno(): peer for peer in peers}
         poller = select.poll()
@@ -274,7 +270,7 @@ class Mesh:
 
 def gave_up(rank: int, error: BaseException) -> DcpPeerLost:
     """What the peers hear of a rank that leaves the setup otherwise than by a verdict, for example by Ctrl-C."""
-    return DcpPeerLost(f"rank {rank} gave up ({type(error).__name__})", ranks=(rank,))
+    return DcpPeerLost(f"rank {rank} gave up: {describe(error)[1]}", ranks=(rank,))
 
 
 def _identify(sock: socket.socket, nonce: bytes) -> int:

@@ -29,9 +29,9 @@ def create_file(nbytes: int) -> int:
     """A descriptor of a new file of `nbytes` zeros: every page exists, the size is sealed, it has no name."""
     flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING
     try:
-        fd = os.memfd_create("dcpkernels", flags | _MFD_NOEXEC_SEAL)  # hosts may refuse executable memfds
+        fd = os.memfd_create("dcpkernels-heap", flags | _MFD_NOEXEC_SEAL)  # hosts may refuse executable memfds
     except OSError:
-        fd = os.memfd_create("dcpkernels", flags)  # before Linux 6.3 there is no such flag
+        fd = os.memfd_create("dcpkernels-heap", flags)  # before Linux 6.3 there is no such flag
     try:
         os.ftruncate(fd, nbytes)
         for start in range(0, nbytes, _FALLOCATE_CHUNK):
