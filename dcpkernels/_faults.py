@@ -44,7 +44,8 @@ def fault_error(op: str, fault: dict[str, Any]) -> DcpError:
             calls = f"rank {reporter} and {rank_list(ranks)} differ"
         elif fault["my_call"] == fault["peer_call"]:
             calls += ", a call ahead or behind"
-        return DcpMismatch(f"{op}: all ranks must make the same calls ({calls}; epoch {fault['epoch']})", ranks=ranks)
+        text = f"{op}: all ranks must make the same calls ({calls}; epoch {fault['epoch']})"
+        return DcpMismatch(text, ranks=(reporter, *ranks))
     if kind == _PEER_LOST:
         return lost_error(op, ranks, where)
     if kind == _INTERRUPTED:
@@ -55,4 +56,5 @@ def fault_error(op: str, fault: dict[str, Any]) -> DcpError:
 def lost_error(op: str, ranks: Iterable[int], where: str = "") -> DcpPeerLost:
     ranks = tuple(ranks)
     detail = f"; {where}" if where else ""
-    return DcpPeerLost(f"{op}: all ranks must be alive ({rank_list(ranks)} is gone or has closed{detail})", ranks=ranks)
+    verb = "is" if len(ranks) == 1 else "are"
+    return DcpPeerLost(f"{op}: all ranks must be alive ({rank_list(ranks)} {verb} gone or closed{detail})", ranks=ranks)

@@ -41,7 +41,11 @@ def _rebuild(cls: type[DcpError], text: str, ranks: tuple[int, ...]) -> DcpError
 
 
 class DcpInvalidArgument(DcpError, ValueError):
-    """An argument breaks the documented contract. Nothing has been sent; the workspace is still usable."""
+    """An argument breaks the documented contract. Nothing has been sent; the workspace is still usable.
+
+    Other ranks that did make the call wait for this one: make the call after all, with the argument put right. A rank
+    that leaves a call out and goes on would have its next call merged with the others' earlier one.
+    """
 
 
 class DcpUnsupported(DcpError, NotImplementedError):
@@ -53,11 +57,11 @@ class DcpTimeout(DcpError, TimeoutError):
 
 
 class DcpPeerLost(DcpTimeout):
-    """A wait ended early because a rank's process is gone. `.ranks` are the ranks that are lost."""
+    """A wait ended early because a rank's process is gone or has closed the workspace. `.ranks` names them."""
 
 
 class DcpMismatch(DcpError):
-    """Ranks made calls that do not belong together. `.ranks` are the ranks that differ from this one."""
+    """Ranks made calls that do not belong together. `.ranks` are the ranks whose calls were found to differ."""
 
 
 class DcpDeviceError(DcpError):

@@ -58,10 +58,10 @@ class RegionLayout:
     def __post_init__(self) -> None:
         for name in ("num_ranks", "num_heads", "head_dim", "max_num_tokens", "num_lanes", "num_channels"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise DcpInvalidArgument(f"workspace: {name} must be a whole number >= 1 (got {getattr(self, name)!r})")
+                raise DcpInvalidArgument(f"region: {name} must be a whole number >= 1 (got {getattr(self, name)!r})")
         if self.num_heads % self.num_ranks:
             raise DcpInvalidArgument(
-                f"workspace: num_heads must be divisible by num_ranks={self.num_ranks} (got {self.num_heads})"
+                f"region: num_heads must be divisible by num_ranks={self.num_ranks} (got {self.num_heads})"
             )
 
     @property

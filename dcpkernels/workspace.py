@@ -13,7 +13,7 @@ from dcpkernels import _backend, _check, env
 from dcpkernels._faults import fault_error, lost_error
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
 from dcpkernels.heap.cpu import CpuHeap
-from dcpkernels.heap.group import as_group
+from dcpkernels.heap.group import Deadline, as_group
 from dcpkernels.heap.verdict import agree
 from dcpkernels.region_layout import RegionLayout
 
@@ -55,13 +55,18 @@ class WorkspaceConfig:
             allowed = ", ".join(_check.name_of(dtype) for dtype in _check.DTYPE_CODES)
             raise DcpInvalidArgument(f"workspace: dtype must be one of {allowed} (got {self.dtype})")
         for name in ("timeout_s", "first_call_timeout_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise DcpInvalidArgument(f"workspace: {name} must be >= 0 seconds (got {getattr(self, name)})")
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+                raise DcpInvalidArgument(f"workspace: {name} must be a number of seconds >= 0 (got {value!r})")
+        for name in ("num_heads", "head_dim", "max_num_tokens", "num_lanes", "start_epoch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise DcpInvalidArgument(f"workspace: {name} must be a whole number >= 1 (got {value!r})")
         if self.num_lanes > 256:
             raise DcpInvalidArgument(f"workspace: num_lanes must be at most 256 (got {self.num_lanes})")
         if self.cpu_isa not in (None, *env.CPU_ISAS):
             raise DcpInvalidArgument(f"workspace: cpu_isa must be None or one of {env.CPU_ISAS} (got {self.cpu_isa!r})")
-        if not 0 <= self.start_epoch < 2**63 or self.start_epoch % 2**32 < 2:
+        if not self.start_epoch < 2**63 or self.start_epoch % 2**32 < 2:
             raise DcpInvalidArgument(f"workspace: start_epoch must be >= 2 in its low 32 bits (got {self.start_epoch})")
 
     def region_layout(self, num_ranks: int) -> RegionLayout:
@@ -120,13 +125,13 @@ class Workspace:
             prepared = _prepare(device, config, self.num_ranks)
         except Exception as failure:
             error = failure
-        wait_s = prepared.first_call_timeout_s if prepared else WorkspaceConfig.first_call_timeout_s
-        agree(self._group, "workspace: check arguments", error=error, timeout_s=wait_s)
+        deadline = Deadline(prepared.first_call_timeout_s if prepared else WorkspaceConfig.first_call_timeout_s)
+        agree(self._group, "workspace: check arguments", error=error, timeout_s=deadline.for_call())
         self.device, self.config = "cpu", config
         self._module, self._layout, self._timeout_s = prepared.module, prepared.layout, prepared.timeout_s
         self.num_local_heads = self._layout.num_local_heads
         self._plans: dict[Any, Any] = {}
-        self._endpoint = self._make_endpoint(prepared)
+        self._endpoint = self._make_endpoint(prepared, deadline)
         _log.info(
             "workspace: target cpu (%s), rank %d of %d, %.1f MiB per rank, wire bulk, multicast no (nothing to broadcast)",
             self._endpoint.isa, self.rank, self.num_ranks, self.num_bytes / 2**20,
@@ -147,7 +152,7 @@ class Workspace:
 
     # -- life
 
-    def _make_endpoint(self, prepared: _Prepared) -> Any:
+    def _make_endpoint(self, prepared: _Prepared, deadline: Deadline) -> Any:
         module, config, layout = self._module, self.config, self._layout
         parts = layout.parts
         control = module.ControlLayout(
@@ -164,7 +169,7 @@ class Workspace:
             layout.num_bytes,
             init=lambda base: module.init_region(base, control, self.num_ranks, config.start_epoch),
             payload={"protocol": module.PROTOCOL_VERSION, "build": module.BUILD_ID, **config._shared_fields()},
-            timeout_s=prepared.first_call_timeout_s,
+            timeout_s=deadline.for_call(),
         )
         num_spins, num_yields = _backend.wait_budget(self.num_ranks)
         return module.Endpoint(

@@ -1,6 +1,6 @@
 // What every target supplies, in namespace dcp::DCP_NS::arch. A kernel uses nothing else of the hardware; a
 // target that lacks a line of this page does not compile. Adding a target is writing one such header
-// (docs/protocol.md).
+// (csrc/README.md).
 //
 //   threads   Cta {index, thread_rank, size, sync, shared<S>}
 //             Lanes<N> {rank, size, group, num_groups, sync, broadcast, kMaxGroups}
@@ -17,8 +17,8 @@
 //             kRowBlock, kHeadTile
 //
 // Every number is the result of correctly rounded IEEE operations in a stated order, so that the variants of
-// one target agree in every bit. There is no fence: order comes from the flags alone, and ThreadSanitizer can
-// follow it.
+// one target agree in every bit. Kernels have no fence: order comes from the flags, and ThreadSanitizer can
+// follow it. What a target's hardware needs beside them lies inside publish_done and signal_flag.
 #pragma once
 
 #include "core/types.h"

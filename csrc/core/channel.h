@@ -81,9 +81,11 @@ class Channel {
   // Step `wait`: returns when every peer's `signal` of this round has been seen, or with kFaulted.
   DCP_FN Status wait() const {
     const uint64_t expected = flag_value(epoch_, digest_);
+    int64_t start_ns = 0;  // of the first look that found nothing: one deadline for all peers
     for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks; i += cta_.size()) {
       Flag* flag = own_flag(peer_order(symm_, i));
-      if (arch::load_acquire_sys(&flag->value) != expected && wait_slow(i, expected) != Status::kOk) break;
+      if (arch::load_acquire_sys(&flag->value) != expected && wait_slow(i, expected, start_ns) != Status::kOk)
+        break;
     }
     cta_.sync();
     return confirm();
@@ -108,7 +110,8 @@ class Channel {
     arch::store_release_sys(&mine_->in_flight, uint64_t(0));
     if (arch::fetch_add(&state_->channels_left, 1u) + 1 == uint32_t(control_.num_channels)) {
       arch::store_relaxed_sys(&state_->channels_left, 0u);
-      arch::store_relaxed_sys(&state_->num_calls, arch::load_relaxed_sys(&state_->num_calls) + 1);
+      const uint64_t num_calls = arch::load_relaxed_sys(&state_->num_calls);
+      if (status == Status::kOk) arch::store_relaxed_sys(&state_->num_calls, num_calls + 1);
       arch::store_release_sys(&state_->epoch, epoch_);
     }
   }
@@ -119,7 +122,7 @@ class Channel {
   }
 
   // core/wait.h
-  Status wait_slow(int order_idx, uint64_t expected) const;
+  Status wait_slow(int order_idx, uint64_t expected, int64_t& start_ns) const;
   void expire(FaultKind kind, int64_t waited_ns) const;
   uint64_t missing_at(int rank, int stream_idx, uint64_t epoch) const;
   uint64_t blame(uint64_t missing) const;

@@ -10,12 +10,12 @@ namespace dcp::DCP_NS {
 
 // Waits for the flag of the peer at place `order_idx`. Three answers end it: the expected flag, a flag that
 // cannot be (mismatch), or a fault (poison, deadline, a lost peer, an interrupt).
-DCP_COLD Status Channel::wait_slow(int order_idx, uint64_t expected) const {
+DCP_COLD Status Channel::wait_slow(int order_idx, uint64_t expected, int64_t& start_ns) const {
   const int peer = peer_order(symm_, order_idx);
   Flag* flag = own_flag(peer);
   const uint32_t not_yet = uint32_t(previous_epoch(previous_epoch(epoch_)));
   const int64_t timeout_ns = deadline_ns(policy_, is_first_call_);
-  int64_t start_ns = 0, next_host_poll_ns = 0;
+  int64_t next_host_poll_ns = 0;
   arch::Backoff backoff(policy_);
   for (;;) {
     const uint64_t seen = arch::load_acquire_sys(&flag->value);
@@ -29,10 +29,8 @@ DCP_COLD Status Channel::wait_slow(int order_idx, uint64_t expected) const {
     if (backoff.is_slow()) {
       if (is_poisoned(symm_, control_)) return Status::kFaulted;
       const int64_t now_ns = arch::now_ns();
-      if (start_ns == 0) {
-        start_ns = now_ns;
-        next_host_poll_ns = now_ns + arch::kHostPollNs;
-      }
+      if (start_ns == 0) start_ns = now_ns;
+      if (next_host_poll_ns == 0) next_host_poll_ns = now_ns + arch::kHostPollNs;
       if (timeout_ns > 0 && now_ns - start_ns > timeout_ns) {
         expire(FaultKind::kTimeout, now_ns - start_ns);
         return Status::kFaulted;

@@ -58,7 +58,9 @@ def a2a_lse_reduce(
         out, or (out, lse).
 
     Raises:
-        DcpInvalidArgument: an argument is wrong; nothing was sent, the workspace is as before.
+        DcpInvalidArgument: an argument is wrong; nothing was sent, the workspace is as before. Ranks that did make the
+            call wait for this one: call again, put right. Calls are matched by their order and shape, so a rank that
+            leaves one out would have its next call merged with the others' earlier one.
         DcpMismatch: the ranks made different calls. On every rank.
         DcpTimeout, DcpPeerLost: ranks did not come in time, or are gone; `.ranks` names them. On every rank.
         DcpError: a second call on the lane while one is in flight, or the workspace is closed.
