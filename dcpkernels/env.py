@@ -1,0 +1,72 @@
+"""Environment variables: the only module that reads a `DCPKERNELS_*` variable; VARIABLES lists them all.
+
+Every function reads the environment when it is called, so a value may be set until the object that it shapes
+is made. An empty value counts as not set. A bad value raises DcpInvalidArgument that names the variable.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import NamedTuple
+
+from dcpkernels.errors import DcpInvalidArgument
+
+CPU_ISAS = ("auto", "v4", "v3", "baseline")
+
+
+class Variable(NamedTuple):
+    name: str
+    default: str
+    meaning: str
+
+
+VARIABLES = (
+    Variable(
+        "DCPKERNELS_CPU_ISA",
+        "auto",
+        "CPU kernel variant: auto (the best that this CPU runs), v4 or v3 (x86-64-v4, x86-64-v3), baseline",
+    ),
+    Variable(
+        "DCPKERNELS_TIMEOUT_S",
+        "the configuration's timeout_s",
+        "deadline of a wait in seconds, 0 = for ever; replaces WorkspaceConfig.timeout_s",
+    ),
+    Variable(
+        "DCPKERNELS_FIRST_CALL_TIMEOUT_S",
+        "the configuration's first_call_timeout_s",
+        "the same for the first call of each stream; replaces WorkspaceConfig.first_call_timeout_s",
+    ),
+)
+
+
+def cpu_isa() -> str:
+    """The CPU kernel variant asked for: one of CPU_ISAS, "auto" when none is."""
+    name = "DCPKERNELS_CPU_ISA"
+    value = os.environ.get(name, "").strip() or "auto"
+    if value not in CPU_ISAS:
+        raise DcpInvalidArgument(f"{name}: must be one of {', '.join(CPU_ISAS)} (got {value!r})")
+    return value
+
+
+def timeout_s() -> float | None:
+    """Seconds that a wait may take (0 = for ever), or None when the configuration decides."""
+    return _seconds("DCPKERNELS_TIMEOUT_S")
+
+
+def first_call_timeout_s() -> float | None:
+    """The same for the waits of the first call."""
+    return _seconds("DCPKERNELS_FIRST_CALL_TIMEOUT_S")
+
+
+def _seconds(name: str) -> float | None:
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise DcpInvalidArgument(f"{name}: must be a number of seconds, 0 or more (got {text!r})")
+    return value

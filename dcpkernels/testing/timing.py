@@ -1,0 +1,69 @@
+"""Numbers for a benchmark: median and p99, the slowest rank, candidates in turn. Needs the stdlib only."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+
+class Summary(NamedTuple):
+    median_us: float
+    p99_us: float
+    num_samples: int
+
+
+def summarize(samples_us: Sequence[float]) -> Summary:
+    """Median and 99th percentile (nearest rank: a value that was measured, the maximum below 100 samples)."""
+    if not samples_us:
+        raise ValueError("summarize: samples_us must not be empty (got 0 samples)")
+    ordered = sorted(samples_us)
+    return Summary(statistics.median(ordered), ordered[math.ceil(0.99 * len(ordered)) - 1], len(ordered))
+
+
+def max_over_ranks(samples_us: Sequence[Sequence[float]]) -> list[float]:
+    """The time of the slowest rank in each iteration, of samples_us[rank][iteration].
+
+    A collective is over when its last rank is; the median of each rank on its own hides that.
+    """
+    lengths = {len(per_rank) for per_rank in samples_us}
+    if len(lengths) != 1:
+        raise ValueError(f"max_over_ranks: every rank must have as many samples (got {sorted(lengths)})")
+    return [max(iteration) for iteration in zip(*samples_us, strict=True)]
+
+
+def time_us(fn: Callable[[], object], num_calls: int = 1) -> float:
+    """Microseconds per call of `fn`, averaged over `num_calls` calls back to back."""
+    start = time.perf_counter_ns()
+    for _ in range(num_calls):
+        fn()
+    return (time.perf_counter_ns() - start) / 1e3 / num_calls
+
+
+def interleave(
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int = 1,
+    num_calls: int = 1,
+    before: Callable[[], object] | None = None,
+) -> dict[str, list[float]]:
+    """Times candidates in turn, `rounds` times each: microseconds per call, by candidate.
+
+    Alternation exposes all of them to the same clock changes and neighbours, and the order is reversed every
+    other round, so that none always runs in the cache that another one left. The order depends on the round
+    alone: ranks that call this together always run the same candidate. `before` runs untimed ahead of every
+    sample (a barrier).
+    """
+    names = list(candidates)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for round_idx in range(-warmup, rounds):
+        for name in names if round_idx % 2 == 0 else reversed(names):
+            if before is not None:
+                before()
+            sample = time_us(candidates[name], num_calls)
+            if round_idx >= 0:
+                times[name].append(sample)
+    return times
