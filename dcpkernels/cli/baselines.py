@@ -1,0 +1,80 @@
+"""What an engine runs without this library: pack, all-to-all, merge, by torch.distributed and torch ops.
+
+Frozen: it is the yardstick of every number that this repository shows. Everything is allocated beforehand.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+BASELINES = ("gloo",)
+
+_ALIGNMENT = 8  # of a peer's part of the buffer, so that its LSEs can be seen as fp32
+
+
+class PackedAllToAll:
+    """`a2a_lse_reduce` as one `all_to_all_single` of a packed buffer, and a merge in fp32 with torch ops.
+
+    A peer's part of the buffer is its heads' payload [T, Hr, D] and behind that their LSEs [T, Hr] in fp32, so that one
+    collective moves both and both are contiguous. Natural-log LSEs. With one rank as with many.
+
+    Args:
+        group: a torch.distributed group that can do all_to_all_single (gloo here).
+        empty_rows: int64 [n], the rows that are empty on this rank. Known per batch, as in an engine; their payload may
+            be NaN, so it is replaced by 0 and the LSE by -inf. A row that is empty on all ranks comes out as NaN.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_tokens: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        empty_rows: torch.Tensor | None = None,
+    ) -> None:
+        self._group = group
+        self._num_ranks = num_ranks = group.size()
+        num_local_heads = num_heads // num_ranks
+        self._heads = (num_tokens, num_ranks, num_local_heads)
+        payload_bytes = num_tokens * num_local_heads * head_dim * dtype.itemsize
+        lse_offset = -(-payload_bytes // _ALIGNMENT) * _ALIGNMENT
+        part_bytes = -(-(lse_offset + num_tokens * num_local_heads * 4) // _ALIGNMENT) * _ALIGNMENT
+
+        def views(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            payload = buffer[:, :payload_bytes].view(dtype).view(num_ranks, num_tokens, num_local_heads, head_dim)
+            lse = buffer[:, lse_offset : lse_offset + num_tokens * num_local_heads * 4].view(torch.float32)
+            return payload, lse.view(num_ranks, num_tokens, num_local_heads)
+
+        self._send = torch.zeros(num_ranks, part_bytes, dtype=torch.uint8)
+        self._recv = torch.zeros_like(self._send)
+        self._send_payload, self._send_lse = views(self._send)
+        self._recv_payload, self._recv_lse = views(self._recv)
+        self._weight = torch.empty(num_ranks, num_tokens, num_local_heads)
+        self._shard = torch.empty(num_tokens, num_local_heads, head_dim)
+        self._sum = torch.empty_like(self._shard)
+        self._empty_rows = empty_rows if empty_rows is not None and len(empty_rows) else None
+
+    def __call__(self, partial_out: torch.Tensor, partial_lse: torch.Tensor, out: torch.Tensor) -> None:
+        """partial_out [T, H, D] and partial_lse [T, H] to out [T, Hr, D], all contiguous."""
+        self._send_payload.copy_(partial_out.view(*self._heads, -1).transpose(0, 1))
+        self._send_lse.copy_(partial_lse.view(self._heads).transpose(0, 1))
+        if self._empty_rows is not None:
+            self._send_payload.index_fill_(1, self._empty_rows, 0.0)
+            self._send_lse.index_fill_(1, self._empty_rows, float("-inf"))
+        dist.all_to_all_single(self._recv, self._send, group=self._group)
+        torch.softmax(self._recv_lse, 0, out=self._weight)
+        # Five ways were timed for 2 and 8 ranks and 1, 8 and 64 rows. This one is the fastest at 64 rows and at most a
+        # sixth behind the best elsewhere. Relative to it: all shards to fp32 first, then addcmul, 0.95 to 1.4; addcmul
+        # straight from the 16-bit payload 1.0 to 1.1; one product of everything in fp32 and a sum 0.86 to 2.0; the
+        # same by type promotion 1.04 to 3; bmm with the weights 2.5 to 10.
+        for i in range(self._num_ranks):
+            self._shard.copy_(self._recv_payload[i])
+            weight = self._weight[i, ..., None]
+            if i == 0:
+                torch.mul(self._shard, weight, out=self._sum)
+            else:
+                self._sum.addcmul_(self._shard, weight)
+        out.copy_(self._sum)

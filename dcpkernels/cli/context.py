@@ -1,0 +1,64 @@
+"""The demo's input: sequences with a latent KV cache and one decode query each, in Kimi-K3's attention geometry.
+
+A latent row is a function of seed, sequence and position alone, so that every rank makes exactly the rows of its shard,
+whatever the sharding, and whoever checks makes them all.
+"""
+
+from __future__ import annotations
+
+import torch
+
+NUM_HEADS = 96
+QUERY_DIM = 576  # 512 latent and 64 rope columns; keys are whole rows of the cache
+LATENT_DIM = 512  # values are the first 512 columns of the same rows
+SOFTMAX_SCALE = (128 + 64) ** -0.5  # of the query and key before the projections were absorbed: qk_nope and qk_rope
+DTYPE = torch.bfloat16
+KV_ROW_BYTES = QUERY_DIM * DTYPE.itemsize
+
+# Heads differ in how sharply they look: the sharpest puts most of its weight on a few tokens of 100,000, so that the
+# shards of a row differ in weight by far and a wrong merge cannot hide in an average.
+_SHARPNESS = (0.5, 2.0)
+_BLOCK = 256  # positions made at once: fits a CPU's cache
+
+
+def sequence_lengths(context: int, batch: int, num_ranks: int) -> list[int]:
+    """Tokens of each sequence, falling geometrically from `context` to below `num_ranks` (some shards are empty)."""
+    shortest = max(1, min(num_ranks // 2 + 1, num_ranks - 1, context))
+    if batch == 1:
+        return [context]
+    return [round(context * (shortest / context) ** (i / (batch - 1))) for i in range(batch)]
+
+
+def queries(batch: int, seed: int) -> torch.Tensor:
+    """[T, 96, 576] bf16, the same on every rank, as after the query gather."""
+    sharpness = torch.linspace(*_SHARPNESS, NUM_HEADS)[:, None]
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(batch, NUM_HEADS, QUERY_DIM, generator=generator) * sharpness).to(DTYPE)
+
+
+def latent_rows(positions: torch.Tensor, seq: int, seed: int) -> torch.Tensor:
+    """[n, 576] bf16: the cache rows of int64 `positions` [n] of sequence `seq`. Mean 0, variance 1, range +-2.45."""
+    rows = torch.empty(len(positions), QUERY_DIM, dtype=DTYPE)
+    column = torch.arange(QUERY_DIM, dtype=torch.int32) * 0x27D4EB2F
+    offset = _mix(
+        torch.tensor([seed, seq]).to(torch.int32) * 0x3C6EF372 + torch.tensor([1, 2], dtype=torch.int32)
+    ).sum()
+    for some, out in zip(positions.split(_BLOCK), rows.split(_BLOCK), strict=True):
+        word = some.to(torch.int32)[:, None] * -0x61C88647 + (column + offset.to(torch.int32))
+        # The sum of the two signed halves of a random word: a triangular distribution, variance 2 * 65536^2 / 12.
+        _mix(word)
+        total = word.bitwise_right_shift(16).add_(word.bitwise_left_shift_(16).bitwise_right_shift_(16))
+        out.copy_((total + 1) * (6**0.5 / 65536))
+    return rows
+
+
+def _mix(word: torch.Tensor) -> torch.Tensor:
+    """Each int32 to one that looks random (shifts and odd multipliers, wrapping). Changes `word`."""
+    for shift, multiplier in ((16, 0x7FEB352D), (15, -0x7B935975)):
+        word.bitwise_xor_(_shifted(word, shift)).mul_(multiplier)
+    return word.bitwise_xor_(_shifted(word, 16))
+
+
+def _shifted(word: torch.Tensor, shift: int) -> torch.Tensor:
+    # torch shifts in copies of the sign, and a sign that is xored with its copy is gone.
+    return word.bitwise_right_shift(shift).bitwise_and_((1 << (32 - shift)) - 1)
