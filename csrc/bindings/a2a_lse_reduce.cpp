@@ -15,8 +15,14 @@ int64_t span_bytes(int64_t tokens, int64_t token_stride, int64_t heads, int64_t 
   return ((tokens - 1) * token_stride + (heads - 1) * head_stride + dim) * size;
 }
 
-bool overlap(uint64_t a, int64_t a_bytes, uint64_t b, int64_t b_bytes) {
-  return a_bytes > 0 && b_bytes > 0 && a < b + uint64_t(b_bytes) && b < a + uint64_t(a_bytes);
+struct Bytes {
+  uint64_t begin;
+  int64_t size;
+};
+
+bool overlap(const Bytes& a, const Bytes& b) {
+  return a.size > 0 && b.size > 0 && a.begin < b.begin + uint64_t(b.size) &&
+         b.begin < a.begin + uint64_t(a.size);
 }
 
 class A2aLseReducePlan {
@@ -65,13 +71,16 @@ class A2aLseReducePlan {
   // Returns a Status; raises what a signal handler raised while the call waited.
   int operator()(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse,
                  uint64_t seq_lens, uint64_t query_start_loc) const {
-    const int64_t lse_bytes = out_lse == 0 ? 0 : out_lse_bytes_;
-    if (overlap(out, out_bytes_, partial_out, partial_out_bytes_) ||
-        overlap(out, out_bytes_, partial_lse, partial_lse_bytes_) ||
-        overlap(out_lse, lse_bytes, partial_out, partial_out_bytes_) ||
-        overlap(out_lse, lse_bytes, partial_lse, partial_lse_bytes_) ||
-        overlap(out_lse, lse_bytes, out, out_bytes_)) {
-      return kOverlap;
+    const Bytes outputs[] = {{out, out_bytes_}, {out_lse, out_lse == 0 ? 0 : out_lse_bytes_}};
+    const Bytes inputs[] = {{partial_out, partial_out_bytes_},
+                            {partial_lse, partial_lse_bytes_},
+                            {seq_lens, int64_t(p_.num_seqs) * 4},
+                            {query_start_loc, query_start_loc == 0 ? 0 : int64_t(p_.num_seqs + 1) * 4}};
+    if (overlap(outputs[0], outputs[1])) return kOverlap;
+    for (const Bytes& output : outputs) {
+      for (const Bytes& input : inputs) {
+        if (overlap(output, input)) return kOverlap;
+      }
     }
     A2aLseReduceParams p = p_;
     p.partial_out = reinterpret_cast<const void*>(partial_out);

@@ -26,16 +26,16 @@ DCP_FN ChannelRows channel_rows(int channel_idx, int num_channels) { return {cha
 
 // Which rows the lengths call empty on this rank.
 struct ShardMask {
-  const int32_t* seq_lens;         // [num_seqs] local KV lengths, or null: nothing is known
-  const int32_t* query_start_loc;  // [num_seqs + 1]
+  const int32_t* seq_lens;         // [num_seqs] local KV lengths; null also when num_seqs is 0
+  const int32_t* query_start_loc;  // [num_seqs + 1], or null: nothing is known
   int32_t num_seqs;
 
-  DCP_FN bool known() const { return seq_lens != nullptr; }
+  DCP_FN bool known() const { return query_start_loc != nullptr; }
 
   // True for a row of a sequence without a local token, and for a row outside [query_start_loc[0],
   // query_start_loc[num_seqs]): graph padding.
   DCP_FN bool is_empty(int64_t row) const {
-    if (seq_lens == nullptr) return false;
+    if (query_start_loc == nullptr) return false;
     if (num_seqs == 0 || row < query_start_loc[0] || row >= query_start_loc[num_seqs]) return true;
     int low = 0, high = num_seqs;  // query_start_loc[low] <= row < query_start_loc[high]
     while (high - low > 1) {

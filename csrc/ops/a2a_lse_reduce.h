@@ -38,8 +38,8 @@ struct A2aLseReduceParams {
   const void* partial_lse;         // [num_tokens, num_heads], lse_dtype
   void* out;                       // [num_tokens, num_local_heads, head_dim], dtype
   float* out_lse;                  // [num_tokens, num_local_heads], or null
-  const int32_t* seq_lens;         // [num_seqs] local KV lengths, or null
-  const int32_t* query_start_loc;  // [num_seqs + 1], null if and only if seq_lens is
+  const int32_t* seq_lens;         // [num_seqs] local KV lengths; read when query_start_loc is given
+  const int32_t* query_start_loc;  // [num_seqs + 1], or null
   int64_t partial_out_token_stride, partial_out_head_stride;
   int64_t partial_lse_token_stride, partial_lse_head_stride;
   int64_t out_token_stride, out_head_stride;

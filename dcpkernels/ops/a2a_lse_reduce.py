@@ -117,10 +117,12 @@ def _make_plan(
     lane: Any,
 ) -> Any:
     """Checks a call of a shape that was not seen before, and returns what runs it."""
+    if not hasattr(workspace, "_a2a_lse_reduce_plan"):
+        _check.fail(OP, "workspace must be a dcpkernels.Workspace", type(workspace).__name__)
     workspace._check_usable(OP)
     device, config = workspace.device, workspace.config
     num_heads, head_dim, num_local_heads = config.num_heads, config.head_dim, workspace.num_local_heads
-    if lse_base not in _check.LSE_BASE_CODES:
+    if not isinstance(lse_base, str) or lse_base not in _check.LSE_BASE_CODES:
         _check.fail(OP, 'lse_base must be "e" or "2"', repr(lse_base))
     if not isinstance(lane, int) or not 0 <= lane < config.num_lanes:
         _check.fail(OP, f"lane must be in 0 .. {config.num_lanes - 1} (num_lanes={config.num_lanes})", repr(lane))
