@@ -150,6 +150,12 @@ class Workspace:
         """Bytes of this rank's region."""
         return self._layout.num_bytes
 
+    @property
+    def isa(self) -> str:
+        """The CPU variant that runs: "v4", "v3" or "baseline"."""
+        self._check_usable("isa")
+        return self._endpoint.isa
+
     # -- life
 
     def _make_endpoint(self, prepared: _Prepared, deadline: Deadline) -> Any:

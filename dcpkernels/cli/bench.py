@@ -179,7 +179,9 @@ def _rank(group: torch.distributed.ProcessGroup, options: BenchOptions, num_toke
         if any(error > 1 for error in errors.values()):
             return Samples({}, [], errors)
         barrier = measure.Barrier(workspace)
-        times = measure.take_turns(candidates, barrier, iters=options.iters, warmup=options.warmup)
+        times = measure.take_turns(
+            candidates, barrier, iters=options.iters, warmup=options.warmup, produce=lambda: partial_out.add_(0)
+        )
         num_bytes = floor.moved_bytes(num_ranks, *shape, dtype.itemsize)
         return Samples(times, floor.memcpy_samples_us(num_bytes, barrier), errors)
 

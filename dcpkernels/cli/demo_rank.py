@@ -83,11 +83,14 @@ def run_rank(group: torch.distributed.ProcessGroup, task: RankTask) -> RankResul
             GLOO: lambda: gloo(partial_out, partial_lse, outs[GLOO]),
         }
         times = measure.take_turns(
-            candidates, measure.Barrier(workspace), iters=task.iters, warmup=WARMUP, progress=progress.add_call
+            candidates,
+            measure.Barrier(workspace),
+            iters=task.iters,
+            warmup=WARMUP,
+            produce=lambda: partial_out.add_(0),
+            progress=progress.add_call,
         )
-        return RankResult(
-            local_lengths, partial_out, partial_lse, outs, times, workspace.num_bytes, workspace._endpoint.isa
-        )
+        return RankResult(local_lengths, partial_out, partial_lse, outs, times, workspace.num_bytes, workspace.isa)
 
 
 def workspace_config(batch: int) -> dcpkernels.WorkspaceConfig:

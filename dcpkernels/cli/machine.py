@@ -24,7 +24,7 @@ def chosen_isa(isa: str | None = None) -> str:
     """
     config = dcpkernels.WorkspaceConfig(num_heads=1, head_dim=1, max_num_tokens=1, cpu_isa=isa)
     with dcpkernels.Workspace(ThreadGroup.create(1)[0], config=config) as workspace:
-        return workspace._endpoint.isa
+        return workspace.isa
 
 
 def describe() -> dict[str, Any]:

@@ -60,16 +60,20 @@ def take_turns(
     *,
     iters: int,
     warmup: int,
+    produce: Callable[[], object] = lambda: None,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
     """Microseconds of each call of each candidate on this rank. All ranks call this with the same arguments.
 
+    Before each call, untimed, `produce` writes the inputs anew, as attention does before a merge: every candidate finds
+    them where a decode step leaves them, and not where the candidate before it has pushed them. Then all ranks meet.
     A call runs from this rank's entry to its own return. Who wants the time of the collective takes, call by call, the
     slowest rank (`timing.max_over_ranks`).
     """
 
     def before() -> None:
         progress()
+        produce()
         barrier()
 
     gc.collect()
