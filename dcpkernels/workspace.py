@@ -253,7 +253,9 @@ class Workspace:
                 f"{op}: calls on one lane must come one after the other (a call on lane {lane} is in flight)"
             )
         if status == self._module.STATUS_OVERLAP:
-            raise DcpInvalidArgument(f"{op}: out and lse_out must not share memory with each other or with the inputs")
+            raise DcpInvalidArgument(
+                f"{op}: out and lse_out must not share memory with each other or with the inputs (byte ranges overlap)"
+            )
         raise DcpError(f"{op}: status must be known (got {status})")
 
     def _a2a_lse_reduce_plan(self, *, lane: int, **call: Any) -> Any:
@@ -291,7 +293,11 @@ class _Prepared:
 def _prepare(device: str | torch.device, config: WorkspaceConfig | None, num_ranks: int) -> _Prepared:
     if not isinstance(config, WorkspaceConfig):
         raise DcpInvalidArgument(f"config must be a WorkspaceConfig (got {type(config).__name__})")
-    if torch.device(device).type != "cpu":
+    try:
+        device_type = torch.device(device).type
+    except (RuntimeError, TypeError):
+        raise DcpInvalidArgument(f"device must name a torch device (got {device!r})") from None
+    if device_type != "cpu":
         raise DcpUnsupported(f"device must have a built target: cpu (got {str(device)!r})")
     module = _backend.load("cpu")
     if num_ranks > module.MAX_RANKS:

@@ -82,7 +82,7 @@ class A2aLseReducePlan {
         if (overlap(output, input)) return kOverlap;
       }
     }
-    A2aLseReduceParams p = p_;
+    [[maybe_unused]] A2aLseReduceParams p = p_;
     p.partial_out = reinterpret_cast<const void*>(partial_out);
     p.partial_lse = reinterpret_cast<const void*>(partial_lse);
     p.out = reinterpret_cast<void*>(out);

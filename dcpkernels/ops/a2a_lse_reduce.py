@@ -71,13 +71,13 @@ def a2a_lse_reduce(
         key = (
             lse_base,
             lane,
-            partial_out.shape, partial_out.stride(), partial_out.dtype, partial_out.device,
-            partial_lse.shape, partial_lse.stride(), partial_lse.dtype, partial_lse.device,
+            _signature(partial_out),
+            _signature(partial_lse),
             None if seq_lens is None else _signature(seq_lens),
             None if query_start_loc is None else _signature(query_start_loc),
             None if out is None else _signature(out),
             None if lse_out is None else _signature(lse_out),
-        )  # fmt: skip
+        )
         plan = workspace._plans.get(key)
     except (AttributeError, TypeError):
         key = plan = None
@@ -102,7 +102,7 @@ def a2a_lse_reduce(
 
 
 def _signature(value: torch.Tensor) -> tuple[Any, ...]:
-    return value.shape, value.stride(), value.dtype, value.device
+    return value.shape, value.stride(), value.dtype, value.device, value.is_neg()
 
 
 def _make_plan(
