@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 from dcpkernels.errors import DcpInvalidArgument
 
+# 30 years: what still fits the nanoseconds of a 64-bit clock.
+MAX_TIMEOUT_S = 1e9
+
 CPU_ISAS = ("auto", "v4", "v3", "baseline")
 
 
@@ -67,6 +70,6 @@ def _seconds(name: str) -> float | None:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise DcpInvalidArgument(f"{name}: must be a number of seconds, 0 or more (got {text!r})")
+    if not 0 <= value <= MAX_TIMEOUT_S:  # NaN fails too
+        raise DcpInvalidArgument(f"{name}: must be a number of seconds in 0 .. {MAX_TIMEOUT_S:.0e} (got {text!r})")
     return value

@@ -4,6 +4,7 @@ collective calls; everything in between is an op."""
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
@@ -56,17 +57,28 @@ class WorkspaceConfig:
             raise DcpInvalidArgument(f"workspace: dtype must be one of {allowed} (got {self.dtype})")
         for name in ("timeout_s", "first_call_timeout_s"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise DcpInvalidArgument(f"workspace: {name} must be a number of seconds >= 0 (got {value!r})")
-        for name in ("num_heads", "head_dim", "max_num_tokens", "num_lanes", "start_epoch"):
+            if not isinstance(value, (int, float)) or not 0 <= value <= env.MAX_TIMEOUT_S:
+                most = f"{env.MAX_TIMEOUT_S:.0e}"
+                raise DcpInvalidArgument(
+                    f"workspace: {name} must be a number of seconds in 0 .. {most} (got {value!r})"
+                )
+        # What the C++ side holds in 32 and 64 bits.
+        limits = {
+            "num_heads": 2**31,
+            "head_dim": 2**31,
+            "max_num_tokens": 2**40,
+            "num_lanes": 257,
+            "start_epoch": 2**63,
+        }
+        for name, limit in limits.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise DcpInvalidArgument(f"workspace: {name} must be a whole number >= 1 (got {value!r})")
-        if self.num_lanes > 256:
-            raise DcpInvalidArgument(f"workspace: num_lanes must be at most 256 (got {self.num_lanes})")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < limit:
+                raise DcpInvalidArgument(
+                    f"workspace: {name} must be a whole number in 1 .. {limit - 1} (got {value!r})"
+                )
         if self.cpu_isa not in (None, *env.CPU_ISAS):
             raise DcpInvalidArgument(f"workspace: cpu_isa must be None or one of {env.CPU_ISAS} (got {self.cpu_isa!r})")
-        if not self.start_epoch < 2**63 or self.start_epoch % 2**32 < 2:
+        if self.start_epoch % 2**32 < 2:
             raise DcpInvalidArgument(f"workspace: start_epoch must be >= 2 in its low 32 bits (got {self.start_epoch})")
 
     def region_layout(self, num_ranks: int) -> RegionLayout:
@@ -117,6 +129,7 @@ class Workspace:
 
     def __init__(self, group: Any = None, device: str | torch.device = "cpu", config: WorkspaceConfig | None = None):
         self._heap: CpuHeap | None = None  # first, so that a half-made object can be closed
+        self._fault: dict[str, Any] | None = None
         self._group = as_group(group)
         self.rank, self.num_ranks = self._group.rank, self._group.num_ranks
         # What is wrong on one rank alone must not leave the others waiting: all learn of it.
@@ -126,7 +139,10 @@ class Workspace:
         except Exception as failure:
             error = failure
         deadline = Deadline(prepared.first_call_timeout_s if prepared else WorkspaceConfig.first_call_timeout_s)
-        agree(self._group, "workspace: check arguments", error=error, timeout_s=deadline.for_call())
+        cpus = agree(
+            self._group, "workspace: check arguments", _backend.affinity(), error, timeout_s=deadline.for_call()
+        )
+        self._num_cpus = _backend.num_usable_cpus(cpus)
         self.device, self.config = "cpu", config
         self._module, self._layout, self._timeout_s = prepared.module, prepared.layout, prepared.timeout_s
         self.num_local_heads = self._layout.num_local_heads
@@ -177,14 +193,14 @@ class Workspace:
             payload={"protocol": module.PROTOCOL_VERSION, "build": module.BUILD_ID, **config._shared_fields()},
             timeout_s=deadline.for_call(),
         )
-        num_spins, num_yields = _backend.wait_budget(self.num_ranks)
+        num_spins, num_yields = _backend.wait_budget(self.num_ranks, self._num_cpus)
         return module.Endpoint(
             rank=self.rank,
             bases=self._heap.bases,
             socket_fds=self._heap.socket_fds,
             control=control,
-            timeout_ns=round(prepared.timeout_s * 1e9),
-            first_timeout_ns=round(prepared.first_call_timeout_s * 1e9),
+            timeout_ns=math.ceil(prepared.timeout_s * 1e9),
+            first_timeout_ns=math.ceil(prepared.first_call_timeout_s * 1e9),
             num_spins=num_spins,
             num_yields=num_yields,
             isa=prepared.isa,
@@ -194,18 +210,19 @@ class Workspace:
         """Gives the memory back. Collective on a healthy workspace: waits, at most timeout_s, until all ranks close.
 
         May be called again, at interpreter exit, and after the process group is gone. On a faulted workspace it is local
-        and does not wait. No call may be in flight.
+        and does not wait, nor with timeout_s = 0. No call may be in flight.
         """
         self._close(wait=True)
 
     def _close(self, *, wait: bool) -> None:
         if self._heap is None:
             return
-        if any(self._endpoint.is_in_flight(stream_idx) for stream_idx in range(self._layout.num_streams)):
+        fault = self._endpoint.fault() if self._endpoint.is_poisoned() else None
+        if not self._endpoint.close():
             raise DcpError("close: no call may be in flight (another thread is inside an op of this workspace)")
         heap, self._heap = self._heap, None
-        wait = wait and not self._endpoint.is_poisoned()
-        self._endpoint = None
+        wait = wait and fault is None
+        self._fault = fault  # for a thread that comes out of a faulted call only now
         self._plans = {}
         heap.close(timeout_s=self._timeout_s if wait else 0)
 
@@ -247,7 +264,7 @@ class Workspace:
 
     def _raise_status(self, op: str, status: int, lane: int) -> NoReturn:
         if status == self._module.STATUS_FAULTED:
-            raise fault_error(op, self._endpoint.fault())
+            raise fault_error(op, self._fault or self._endpoint.fault())
         if status == self._module.STATUS_BUSY:
             raise DcpError(
                 f"{op}: calls on one lane must come one after the other (a call on lane {lane} is in flight)"
@@ -256,6 +273,10 @@ class Workspace:
             raise DcpInvalidArgument(
                 f"{op}: out and lse_out must not share memory with each other or with the inputs (byte ranges overlap)"
             )
+        if status == self._module.STATUS_NO_MEMORY:
+            raise DcpInvalidArgument(f"{op}: every tensor must have memory of its own (a data pointer is null)")
+        if status == self._module.STATUS_CLOSED:
+            self._check_usable(op)
         raise DcpError(f"{op}: status must be known (got {status})")
 
     def _a2a_lse_reduce_plan(self, *, lane: int, **call: Any) -> Any:

@@ -2,7 +2,7 @@
 // target that lacks a line of this page does not compile. Adding a target is writing one such header
 // (csrc/README.md).
 //
-//   threads   Cta {index, thread_rank, size, sync, shared<S>}
+//   threads   Cta {index, thread_rank, size, sync, broadcast, shared<S>}
 //             Lanes<N> {rank, size, group, num_groups, sync, broadcast, kMaxGroups}
 //   launch    launch<Shared>(kernel, num_channels, params): every channel runs `kernel`, maybe all at once
 //             claim_call / release_call: turns away a second call on a stream where the host can see it
@@ -11,7 +11,7 @@
 //             publish_done(cta): all stores of the CTA to peers are complete before a flag that follows
 //             signal_flag(flag, value): a release store that also wakes a sleeping owner
 //   time      now_ns, spin_pause, Backoff {is_slow, pause}, kHostPollNs, poll_host
-//   bytes     copy_to_peer(cta, destination, source, num_bytes)
+//   bytes     PeerStores(hint, num_bytes) {copy(cta, to, from, num_bytes), finish(cta)}
 //   numbers   fma, exp2 (x <= 0), log2, abs; to_float, from_float<T>, rounding to nearest even
 //   vectors   RowVec<T> {kElements, broadcast, load, store} for float, Half, BFloat16; fma
 //             kRowBlock, kHeadTile

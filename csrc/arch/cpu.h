@@ -31,6 +31,8 @@ class Cta {
   DCP_FN int thread_rank() const { return 0; }
   DCP_FN int size() const { return 1; }
   DCP_FN void sync() const {}
+  // The value that thread 0 holds; also a sync.
+  DCP_FN int broadcast(int value) const { return value; }
   // The CTA's shared memory, one object of the type that the kernel was launched with.
   template <class S>
   DCP_FN S& shared() const {
@@ -105,7 +107,7 @@ DCP_FN bool compare_exchange_sys(T* word, T expected, T desired) {
 }
 
 // All stores of the CTA to peers are complete before a flag that follows. A release store sees to ordinary
-// stores; those that went past the caches (copy_to_peer) are ordered by sfence.
+// stores; those that went past the caches (PeerStores) are ordered by sfence.
 DCP_FN void publish_done(const Cta& cta) {
 #if defined(__x86_64__)
   _mm_sfence();
@@ -194,31 +196,73 @@ DCP_FN HostEvents poll_host(const WaitPolicy& policy) {
 
 // ---- bytes
 
-// Copies `num_bytes` into a peer's region, with all threads of the CTA. The peer read these lines in the
-// round before last, so an ordinary store would first fetch them from its cache, only to overwrite them:
-// between two core complexes that is slower than memory (measured: 21 us for 48 KB, against 1 us).
-// ThreadSanitizer follows memcpy, not these stores.
-DCP_FN void copy_to_peer(const Cta&, void* destination, const void* source, int64_t num_bytes) {
-  char* to = static_cast<char*>(destination);
-  const char* from = static_cast<const char*>(source);
+// How a channel's rows get into the peers' regions in one call. The peers read these lines two rounds ago, so
+// an ordinary store first takes them from their caches, only to overwrite them. Within a core complex that is
+// the fastest way; between two it is slower than memory (measured: 21 us for 48 KB against 1 us), and where
+// two ranks run is not known here and may change. So the first choice is ordinary stores, timed; when they
+// are slow, the next calls store past the caches, and the caches are tried again later. What has no chance to
+// stay in a cache goes past it at once. No peer can see which one it was, and no bit depends on it.
+class PeerStores {
+ public:
+  DCP_FN PeerStores(uint64_t* hint, int64_t num_bytes) : hint_(hint), num_bytes_(num_bytes) {
+    streams_ = num_bytes > kMaxCachedBytes || (num_bytes > kMinTimedBytes && *hint > 0);
+    start_ns_ = is_timed() ? now_ns() : 0;
+  }
+
+  // With all threads of the CTA.
+  DCP_FN void copy(const Cta&, void* to, const void* from, int64_t num_bytes) const {
+    if (streams_) {
+      copy_streaming(static_cast<char*>(to), static_cast<const char*>(from), num_bytes);
+    } else {
+      memcpy(to, from, size_t(num_bytes));
+    }
+  }
+
+  // After the last copy of the call.
+  DCP_FN void finish(const Cta&) const {
+    if (!is_timed()) return;
+    if (streams_) {
+      --*hint_;
+    } else if ((now_ns() - start_ns_) * kSlowBytesPerNs > num_bytes_) {
+      *hint_ = kCallsBetweenTrials;
+    }
+  }
+
+ private:
+  static constexpr int64_t kMaxCachedBytes = 1 << 20,
+                           kMinTimedBytes = 8192;  // about an L2; too short to time
+  static constexpr int64_t kSlowBytesPerNs = 5;    // within a complex 9 to 30, between two 2 to 4
+  static constexpr uint64_t kCallsBetweenTrials = 64;
+
+  DCP_FN bool is_timed() const { return num_bytes_ > kMinTimedBytes && num_bytes_ <= kMaxCachedBytes; }
+
+  // ThreadSanitizer follows memcpy, not these stores.
+  static DCP_FN void copy_streaming(char* to, const char* from, int64_t num_bytes) {
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
-  constexpr int64_t kLine = 64;
-  const int64_t to_line = -int64_t(reinterpret_cast<uint64_t>(to)) & (kLine - 1);
-  const int64_t head = to_line < num_bytes ? to_line : num_bytes;
-  memcpy(to, from, size_t(head));
-  for (to += head, from += head, num_bytes -= head; num_bytes >= kLine;
-       to += kLine, from += kLine, num_bytes -= kLine) {
+    constexpr int64_t kLine = 64;
+    const int64_t to_line = -int64_t(reinterpret_cast<uint64_t>(to)) & (kLine - 1);
+    const int64_t head = to_line < num_bytes ? to_line : num_bytes;
+    memcpy(to, from, size_t(head));
+    for (to += head, from += head, num_bytes -= head; num_bytes >= kLine; num_bytes -= kLine) {
 #if defined(__AVX512F__)
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
 #else
-    for (int i = 0; i < kLine; i += 16) {
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
-                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+      for (int i = 0; i < kLine; i += 16) {
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+        _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), bytes);
+      }
+#endif
+      to += kLine;
+      from += kLine;
     }
 #endif
+    memcpy(to, from, size_t(num_bytes));
   }
-#endif
-  memcpy(to, from, size_t(num_bytes));
-}
+
+  uint64_t* hint_;
+  int64_t num_bytes_;
+  int64_t start_ns_;
+  bool streams_;
+};
 
 }  // namespace dcp::DCP_NS::arch

@@ -27,11 +27,11 @@ bool overlap(const Bytes& a, const Bytes& b) {
 
 class A2aLseReducePlan {
  public:
-  A2aLseReducePlan(const Endpoint& endpoint, int dtype, int lse_dtype, int lse_base, int lane, int stream_idx,
+  A2aLseReducePlan(Endpoint& endpoint, int dtype, int lse_dtype, int lse_base, int lane, int stream_idx,
                    int64_t num_tokens, int num_local_heads, int head_dim, int64_t max_num_tokens,
                    int num_seqs, uint64_t payload_offset, uint64_t row_bytes, uint64_t lse_offset,
                    uint64_t lse_row_bytes, std::array<int64_t, 8> strides)
-      : run_(endpoint.variant().a2a_lse_reduce) {
+      : endpoint_(endpoint), run_(endpoint.variant().a2a_lse_reduce) {
     DCP_CHECK(stream_idx >= 0 && stream_idx < endpoint.control().num_streams, stream_idx);
     DCP_CHECK(max_num_tokens >= 1, max_num_tokens);
     DCP_CHECK(num_tokens >= 0 && num_tokens < int64_t(1) << 32, num_tokens);
@@ -70,12 +70,19 @@ class A2aLseReducePlan {
 
   // Returns a Status; raises what a signal handler raised while the call waited.
   int operator()(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse,
-                 uint64_t seq_lens, uint64_t query_start_loc) const {
+                 uint64_t seq_lens, uint64_t query_start_loc) {
     const Bytes outputs[] = {{out, out_bytes_}, {out_lse, out_lse == 0 ? 0 : out_lse_bytes_}};
     const Bytes inputs[] = {{partial_out, partial_out_bytes_},
                             {partial_lse, partial_lse_bytes_},
                             {seq_lens, int64_t(p_.num_seqs) * 4},
                             {query_start_loc, query_start_loc == 0 ? 0 : int64_t(p_.num_seqs + 1) * 4}};
+    // Tensors without memory of their own (wrapper subclasses, freed storage) have address 0.
+    for (const Bytes& bytes : outputs) {
+      if (bytes.size > 0 && bytes.begin == 0) return kNoMemory;
+    }
+    for (const Bytes& bytes : inputs) {
+      if (bytes.size > 0 && bytes.begin == 0) return kNoMemory;
+    }
     if (overlap(outputs[0], outputs[1])) return kOverlap;
     for (const Bytes& output : outputs) {
       for (const Bytes& input : inputs) {
@@ -89,6 +96,7 @@ class A2aLseReducePlan {
     p.out_lse = reinterpret_cast<float*>(out_lse);
     p.seq_lens = reinterpret_cast<const int32_t*>(seq_lens);
     p.query_start_loc = reinterpret_cast<const int32_t*>(query_start_loc);
+    if (!endpoint_.begin_call()) return kClosed;
     Status status = Status::kOk;
     {
       py::gil_scoped_release no_gil;
@@ -96,13 +104,15 @@ class A2aLseReducePlan {
       status = run_(p);
 #endif
     }
+    endpoint_.end_call();
     if (status == Status::kFaulted && PyErr_Occurred() != nullptr) throw py::error_already_set();
     return int(status);
   }
 
-  static constexpr int kOverlap = 100;
+  static constexpr int kOverlap = 100, kNoMemory = 101, kClosed = 102;
 
  private:
+  Endpoint& endpoint_;
   A2aLseReduceFn run_;
   A2aLseReduceParams p_ = {};
   int64_t partial_out_bytes_, partial_lse_bytes_, out_bytes_, out_lse_bytes_;
@@ -112,9 +122,11 @@ class A2aLseReducePlan {
 
 void bind_a2a_lse_reduce(py::module_& module) {
   module.attr("STATUS_OVERLAP") = A2aLseReducePlan::kOverlap;
+  module.attr("STATUS_NO_MEMORY") = A2aLseReducePlan::kNoMemory;
+  module.attr("STATUS_CLOSED") = A2aLseReducePlan::kClosed;
   py::class_<A2aLseReducePlan>(module, "A2aLseReducePlan")
-      .def(py::init<const Endpoint&, int, int, int, int, int, int64_t, int, int, int64_t, int, uint64_t,
-                    uint64_t, uint64_t, uint64_t, std::array<int64_t, 8>>(),
+      .def(py::init<Endpoint&, int, int, int, int, int, int64_t, int, int, int64_t, int, uint64_t, uint64_t,
+                    uint64_t, uint64_t, std::array<int64_t, 8>>(),
            py::keep_alive<1, 2>(), py::kw_only(), py::arg("endpoint"), py::arg("dtype"), py::arg("lse_dtype"),
            py::arg("lse_base"), py::arg("lane"), py::arg("stream_idx"), py::arg("num_tokens"),
            py::arg("num_local_heads"), py::arg("head_dim"), py::arg("max_num_tokens"), py::arg("num_seqs"),

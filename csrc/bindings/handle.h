@@ -42,7 +42,23 @@ class Endpoint {
   const WaitPolicy& wait() const { return wait_; }
   const Variant& variant() const { return *variant_; }
 
-  bool is_poisoned() const { return DCP_NS::is_poisoned(symm_, control_); }
+  bool is_poisoned() const {
+    require_open();
+    return DCP_NS::is_poisoned(symm_, control_);
+  }
+
+  // All of these are called with the GIL held, which orders them: a call is counted before it lets go of the
+  // GIL, and a closed endpoint starts no call. So the regions may go once close() has said yes.
+  bool begin_call() {
+    if (!closed_) ++num_active_calls_;
+    return !closed_;
+  }
+  void end_call() { --num_active_calls_; }
+  bool close() {
+    if (num_active_calls_ == 0) closed_ = true;
+    return closed_;
+  }
+  void require_open() const { DCP_CHECK(!closed_, symm_.rank); }
 
  private:
   // Called by a waiting kernel, without the GIL. Only the main thread can be interrupted: elsewhere Python
@@ -62,6 +78,8 @@ class Endpoint {
   SymmView symm_;
   WaitPolicy wait_;
   const Variant* variant_;
+  int num_active_calls_ = 0;
+  bool closed_ = false;
 };
 
 void bind_a2a_lse_reduce(py::module_& module);

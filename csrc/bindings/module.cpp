@@ -12,6 +12,7 @@ namespace dcp {
 namespace {
 
 py::dict fault_dict(const Endpoint& endpoint) {
+  endpoint.require_open();
   const DCP_NS::Fault fault = DCP_NS::read_fault(endpoint.symm(), endpoint.control());
   py::dict out;
   out["kind"] = int(fault.kind);
@@ -29,19 +30,13 @@ py::dict fault_dict(const Endpoint& endpoint) {
 
 // (epoch, completed calls, LSEs that were not finite on non-empty shards)
 std::tuple<uint64_t, uint64_t, uint64_t> stream_counters(const Endpoint& endpoint, int stream_idx) {
+  endpoint.require_open();
   DCP_CHECK(stream_idx >= 0 && stream_idx < endpoint.control().num_streams, stream_idx);
   const StreamState* state =
       DCP_NS::stream_state(endpoint.symm(), endpoint.control(), endpoint.symm().rank, stream_idx);
   namespace arch = DCP_NS::arch;
   return {arch::load_acquire_sys(&state->epoch), arch::load_relaxed_sys(&state->num_calls),
           arch::load_relaxed_sys(&state->nonfinite_lse)};
-}
-
-bool is_in_flight(const Endpoint& endpoint, int stream_idx) {
-  DCP_CHECK(stream_idx >= 0 && stream_idx < endpoint.control().num_streams, stream_idx);
-  return DCP_NS::arch::load_acquire_sys(
-             &DCP_NS::stream_state(endpoint.symm(), endpoint.control(), endpoint.symm().rank, stream_idx)
-                  ->in_flight) != 0;
 }
 
 std::vector<std::string> variants(bool runs_here) {
@@ -85,7 +80,7 @@ PYBIND11_MODULE(_C_cpu, module) {
       .def_property_readonly("isa", [](const Endpoint& endpoint) { return endpoint.variant().name; })
       .def("is_poisoned", &Endpoint::is_poisoned)
       .def("fault", &fault_dict)
-      .def("is_in_flight", &is_in_flight, py::arg("stream_idx"))
+      .def("close", &Endpoint::close)
       .def("stream_counters", &stream_counters, py::arg("stream_idx"));
 
   module.def("init_region", &DCP_NS::init_region, py::arg("base"), py::arg("control"), py::arg("num_ranks"),

@@ -56,6 +56,7 @@ class Channel {
 
   DCP_FN uint64_t epoch() const { return epoch_; }
   DCP_FN int parity() const { return int(epoch_ & 1); }
+  DCP_FN uint64_t* store_hint() const { return &mine_->store_hint; }
 
   // Step `enter`: reads the epoch and says what this rank is about to do.
   DCP_FN Status enter() {
@@ -99,7 +100,11 @@ class Channel {
 
   // Step `confirm`: after the last read of peer memory. A rank that was late must not trust what it read once
   // the others have given up on it.
-  DCP_FN Status confirm() const { return is_poisoned(symm_, control_) ? Status::kFaulted : Status::kOk; }
+  // One thread looks: all threads of a CTA must take the same way.
+  DCP_FN Status confirm() const {
+    const bool faulted = cta_.thread_rank() == 0 && is_poisoned(symm_, control_);
+    return Status(cta_.broadcast(int(faulted ? Status::kFaulted : Status::kOk)));
+  }
 
   // Step `leave`: the last channel to finish stores the epoch, so that the next call (or the next replay of a
   // captured one) finds it in memory. A faulted call tells every peer why.
@@ -123,10 +128,11 @@ class Channel {
 
   // core/wait.h
   Status wait_slow(int order_idx, uint64_t expected, int64_t& start_ns) const;
-  void expire(FaultKind kind, int64_t waited_ns) const;
+  void expire(uint64_t missing, int64_t waited_ns) const;
   uint64_t missing_at(int rank, int stream_idx, uint64_t epoch) const;
   uint64_t blame(uint64_t missing) const;
   bool waits_elsewhere(int peer, uint64_t* call) const;
+  int stream_where_waiting(int peer, int first_stream) const;
   void report(FaultKind kind, uint64_t ranks, uint64_t peer_call, int64_t waited_ns) const;
 
   const arch::Cta& cta_;

@@ -72,8 +72,10 @@ struct alignas(64) StreamState {
 };
 
 struct alignas(64) ChannelState {
-  uint64_t in_flight;  // 0 = idle, else the epoch of the round that this channel is in
-  uint64_t unused[7];
+  uint64_t in_flight;   // 0 = idle, else the epoch of the round that this channel is in
+  uint64_t store_hint;  // arch::PeerStores: what this channel has learnt about stores to peers; read by
+                        // nobody else
+  uint64_t unused[6];
 };
 
 // Where the control words lie in every rank's region (byte offsets, the same on all ranks).

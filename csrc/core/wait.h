@@ -31,21 +31,23 @@ DCP_COLD Status Channel::wait_slow(int order_idx, uint64_t expected, int64_t& st
       const int64_t now_ns = arch::now_ns();
       if (start_ns == 0) start_ns = now_ns;
       if (next_host_poll_ns == 0) next_host_poll_ns = now_ns + arch::kHostPollNs;
-      if (timeout_ns > 0 && now_ns - start_ns > timeout_ns) {
-        expire(FaultKind::kTimeout, now_ns - start_ns);
-        return Status::kFaulted;
-      }
-      if (now_ns > next_host_poll_ns) {
+      const bool is_over = timeout_ns > 0 && now_ns - start_ns > timeout_ns;
+      if (is_over || now_ns > next_host_poll_ns) {
         next_host_poll_ns = now_ns + arch::kHostPollNs;
         const HostEvents events = arch::poll_host(policy_);
         if (events.interrupted) {
           report(FaultKind::kInterrupted, rank_bit(symm_.rank), 0, now_ns - start_ns);
           return Status::kFaulted;
         }
-        // A peer may have signalled, finished and left: only one that is still missing is a loss.
-        const uint64_t lost = events.lost_peers & missing_at(symm_.rank, stream_idx_, epoch_);
-        if (lost != 0) {
-          report(FaultKind::kPeerLost, lost, 0, now_ns - start_ns);
+        // A peer may have signalled, finished and left, and all may have come between the look at the flag
+        // and the look at the clock: only what is missing now counts.
+        const uint64_t missing = missing_at(symm_.rank, stream_idx_, epoch_);
+        if ((events.lost_peers & missing) != 0) {
+          report(FaultKind::kPeerLost, events.lost_peers & missing, 0, now_ns - start_ns);
+          return Status::kFaulted;
+        }
+        if (is_over && missing != 0) {
+          expire(missing, now_ns - start_ns);
           return Status::kFaulted;
         }
       }
@@ -56,8 +58,7 @@ DCP_COLD Status Channel::wait_slow(int order_idx, uint64_t expected, int64_t& st
 
 // The deadline has passed: names the ranks at fault, and tells a late peer from one that waits in another
 // call.
-DCP_COLD void Channel::expire(FaultKind kind, int64_t waited_ns) const {
-  const uint64_t missing = missing_at(symm_.rank, stream_idx_, epoch_);
+DCP_COLD void Channel::expire(uint64_t missing, int64_t waited_ns) const {
   const uint64_t blamed = blame(missing);
   for (int peer = 0; peer < symm_.num_ranks; ++peer) {
     uint64_t call = 0;
@@ -65,7 +66,7 @@ DCP_COLD void Channel::expire(FaultKind kind, int64_t waited_ns) const {
       return report(FaultKind::kMismatch, rank_bit(peer), call, waited_ns);
     }
   }
-  report(kind, blamed, 0, waited_ns);
+  report(FaultKind::kTimeout, blamed, 0, waited_ns);
 }
 
 // The peers whose flag of round `epoch` has not reached `rank`, on this channel.
@@ -100,21 +101,33 @@ DCP_COLD uint64_t Channel::blame(uint64_t missing) const {
   return blamed != 0 ? blamed : missing;
 }
 
-// True when `peer` waits in another epoch stream for this rank, which is not in that call: the two made
-// different calls.
+// True when `peer` waits in another epoch stream for this rank, which does not come there: the two made
+// different calls. With lanes in several threads a peer waits elsewhere for moments all the time; so it must
+// still be the same round after a while.
 DCP_COLD bool Channel::waits_elsewhere(int peer, uint64_t* call) const {
-  for (int stream_idx = 0; stream_idx < control_.num_streams; ++stream_idx) {
+  const int stream_idx = stream_where_waiting(peer, 0);
+  if (stream_idx < 0) return false;
+  const ChannelState* theirs = channel_state(symm_, control_, peer, stream_idx, cta_.index());
+  const uint64_t epoch = arch::load_acquire_sys(&theirs->in_flight);
+  const int64_t second_look_ns = arch::now_ns() + arch::kHostPollNs;
+  while (arch::now_ns() < second_look_ns) arch::spin_pause();
+  if (arch::load_acquire_sys(&theirs->in_flight) != epoch) return false;
+  if (stream_where_waiting(peer, stream_idx) != stream_idx) return false;
+  *call = arch::load_relaxed_sys(&stream_state(symm_, control_, peer, stream_idx)->call);
+  return true;
+}
+
+// The first epoch stream from `first_stream` on in which `peer` waits for a round of this rank; -1: none.
+DCP_COLD int Channel::stream_where_waiting(int peer, int first_stream) const {
+  for (int stream_idx = first_stream; stream_idx < control_.num_streams; ++stream_idx) {
     if (stream_idx == stream_idx_) continue;
-    const uint64_t theirs =
-        arch::load_acquire_sys(&channel_state(symm_, control_, peer, stream_idx, cta_.index())->in_flight);
-    const uint64_t mine = arch::load_acquire_sys(
-        &channel_state(symm_, control_, symm_.rank, stream_idx, cta_.index())->in_flight);
-    if (theirs == 0 || theirs == mine) continue;
-    if ((missing_at(peer, stream_idx, theirs) & rank_bit(symm_.rank)) == 0) continue;
-    *call = arch::load_relaxed_sys(&stream_state(symm_, control_, peer, stream_idx)->call);
-    return true;
+    const ChannelState* theirs = channel_state(symm_, control_, peer, stream_idx, cta_.index());
+    const ChannelState* mine = channel_state(symm_, control_, symm_.rank, stream_idx, cta_.index());
+    const uint64_t epoch = arch::load_acquire_sys(&theirs->in_flight);
+    if (epoch == 0 || epoch == arch::load_acquire_sys(&mine->in_flight)) continue;
+    if ((missing_at(peer, stream_idx, epoch) & rank_bit(symm_.rank)) != 0) return stream_idx;
   }
-  return false;
+  return -1;
 }
 
 DCP_COLD void Channel::report(FaultKind kind, uint64_t ranks, uint64_t peer_call, int64_t waited_ns) const {

@@ -31,7 +31,8 @@ struct Variant {
 // The x86-64 psABI levels; __builtin_cpu_supports also asks the OS whether it saves the wide registers.
 inline bool runs_v3() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
-         __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("avx") && __builtin_cpu_supports("popcnt");
+         __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c") &&
+         __builtin_cpu_supports("lzcnt") && __builtin_cpu_supports("movbe");
 }
 inline bool runs_v4() {
   return runs_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -49,7 +49,7 @@ DCP_FN float own_lse(const Params& p, int64_t token, int head, bool is_empty, ui
 // Step `publish`: this channel's rows of this round into `peer`'s staging.
 template <class T>
 DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round, int peer,
-                    uint64_t& num_nonfinite) {
+                    const arch::PeerStores& stores, uint64_t& num_nonfinite) {
   const ShardMask mask = shard_mask(p);
   const ChannelRows rows = channel_rows(cta.index(), p.control.num_channels);
   const int first_head = peer * p.num_local_heads;
@@ -67,10 +67,10 @@ DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round, i
     const T* source = static_cast<const T*>(p.partial_out) + token * p.partial_out_token_stride +
                       first_head * p.partial_out_head_stride;
     if (p.partial_out_head_stride == p.head_dim) {
-      arch::copy_to_peer(cta, payload, source, head_bytes * p.num_local_heads);
+      stores.copy(cta, payload, source, head_bytes * p.num_local_heads);
     } else {
       for (int h = 0; h < p.num_local_heads; ++h) {
-        arch::copy_to_peer(cta, payload + h * head_bytes, source + h * p.partial_out_head_stride, head_bytes);
+        stores.copy(cta, payload + h * head_bytes, source + h * p.partial_out_head_stride, head_bytes);
       }
     }
   }
@@ -182,7 +182,9 @@ DCP_FN void reduce(const arch::Cta& cta, const Params& p, const Round& round, ui
 template <class T>
 DCP_FN void poison_output(const arch::Cta& cta, const Params& p) {
   const Lanes lanes(cta);
-  for (int64_t token = cta.index(); token < p.num_tokens; token += p.control.num_channels) {
+  for (int64_t token = 0; token < p.num_tokens; ++token) {
+    // The same rows as `reduce`: a row belongs to a channel by its place in its round.
+    if (token % p.max_num_tokens % p.control.num_channels != cta.index()) continue;
     for (int h = lanes.group(); h < p.num_local_heads; h += lanes.num_groups()) {
       T* out = static_cast<T*>(p.out) + token * p.out_token_stride + h * p.out_head_stride;
       fill_row(lanes, out, p.head_dim, __builtin_nanf(""));
@@ -204,11 +206,15 @@ Status a2a_lse_reduce_kernel(const arch::Cta& cta, const Params& p) {
     const int64_t rows_left = p.num_tokens - first_row;
     const Round round = {first_row, rows_left < p.max_num_tokens ? rows_left : p.max_num_tokens,
                          channel.parity()};
+    const int64_t num_bytes =
+        int64_t(p.symm.num_ranks - 1) * (round.num_rows / p.control.num_channels) * p.row_bytes;
+    const arch::PeerStores stores(channel.store_hint(), num_bytes);
     for (int i = 1; i < p.symm.num_ranks; ++i) {
       const int peer = peer_order(p.symm, i);
-      publish<T>(cta, p, round, peer, num_nonfinite);
+      publish<T>(cta, p, round, peer, stores, num_nonfinite);
       channel.signal(peer);
     }
+    stores.finish(cta);
     status = channel.wait();
     if (status != Status::kOk) break;
     reduce<T>(cta, p, round, num_nonfinite);

@@ -41,6 +41,8 @@ def a2a_lse_reduce(
     token on this rank, or when the row lies at or past query_start_loc[-1] (graph padding). An empty shard has weight 0
     and its payload is never read into the sum. A row that is empty on all ranks gives exactly 0, and LSE -inf.
 
+    Not differentiable: the result is detached from the inputs.
+
     Args:
         partial_out: [T, H, D] in the workspace's dtype; unit stride in the last dim, any token and head strides.
         partial_lse: [T, H] fp32, fp16 or bf16, any strides; the log-sum-exp of the scaled scores, in base `lse_base`.
@@ -71,6 +73,7 @@ def a2a_lse_reduce(
         key = (
             lse_base,
             lane,
+            type(lane),
             _signature(partial_out),
             _signature(partial_lse),
             None if seq_lens is None else _signature(seq_lens),
@@ -131,6 +134,8 @@ def _make_plan(
     if partial_out.dim() != 3:
         _check.fail(OP, "partial_out must have shape [num_tokens, num_heads, head_dim]", list(partial_out.shape))
     num_tokens = partial_out.shape[0]
+    if num_tokens >= 2**32:
+        _check.fail(OP, "partial_out.shape[0] must be below 2**32", num_tokens)
     _check.shape(OP, "partial_out", partial_out, "[T, num_heads, head_dim]", (num_tokens, num_heads, head_dim))
     _check.dtype(OP, "partial_out", partial_out, (config.dtype,))
     _check.last_stride(OP, "partial_out", partial_out)
