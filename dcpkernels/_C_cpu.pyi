@@ -14,6 +14,7 @@ STATUS_BUSY: int
 STATUS_OVERLAP: int
 STATUS_NO_MEMORY: int
 STATUS_CLOSED: int
+NO_ADDRESS: int
 built_variants: list[str]
 runnable_variants: list[str]
 

@@ -44,7 +44,7 @@ class A2aLseReducePlan {
     p_.out_lse_token_stride = strides[6];
     p_.out_lse_head_stride = strides[7];
     p_.num_tokens = num_tokens;
-    p_.num_seqs = num_seqs;
+    p_.num_seqs = num_seqs;  // -1: no lengths
     p_.dtype = DType(dtype);
     p_.lse_dtype = DType(lse_dtype);
     p_.lse_base = LseBase(lse_base);
@@ -68,17 +68,18 @@ class A2aLseReducePlan {
     out_lse_bytes_ = span_bytes(num_tokens, strides[6], num_local_heads, strides[7], 1, 4);
   }
 
-  // Returns a Status; raises what a signal handler raised while the call waited.
+  // `out_lse` is 0 when no LSE is wanted, kNoAddress when it is and the tensor has no memory. Returns a
+  // Status; raises what a signal handler raised while the call waited.
   int operator()(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse,
                  uint64_t seq_lens, uint64_t query_start_loc) {
     const Bytes outputs[] = {{out, out_bytes_}, {out_lse, out_lse == 0 ? 0 : out_lse_bytes_}};
     const Bytes inputs[] = {{partial_out, partial_out_bytes_},
                             {partial_lse, partial_lse_bytes_},
-                            {seq_lens, int64_t(p_.num_seqs) * 4},
-                            {query_start_loc, query_start_loc == 0 ? 0 : int64_t(p_.num_seqs + 1) * 4}};
+                            {seq_lens, p_.num_seqs > 0 ? int64_t(p_.num_seqs) * 4 : 0},
+                            {query_start_loc, int64_t(p_.num_seqs + 1) * 4}};
     // Tensors without memory of their own (wrapper subclasses, freed storage) have address 0.
     for (const Bytes& bytes : outputs) {
-      if (bytes.size > 0 && bytes.begin == 0) return kNoMemory;
+      if (bytes.size > 0 && bytes.begin <= kNoAddress) return kNoMemory;
     }
     for (const Bytes& bytes : inputs) {
       if (bytes.size > 0 && bytes.begin == 0) return kNoMemory;
@@ -110,6 +111,7 @@ class A2aLseReducePlan {
   }
 
   static constexpr int kOverlap = 100, kNoMemory = 101, kClosed = 102;
+  static constexpr uint64_t kNoAddress = 1;
 
  private:
   Endpoint& endpoint_;
@@ -123,6 +125,7 @@ class A2aLseReducePlan {
 void bind_a2a_lse_reduce(py::module_& module) {
   module.attr("STATUS_OVERLAP") = A2aLseReducePlan::kOverlap;
   module.attr("STATUS_NO_MEMORY") = A2aLseReducePlan::kNoMemory;
+  module.attr("NO_ADDRESS") = A2aLseReducePlan::kNoAddress;
   module.attr("STATUS_CLOSED") = A2aLseReducePlan::kClosed;
   py::class_<A2aLseReducePlan>(module, "A2aLseReducePlan")
       .def(py::init<Endpoint&, int, int, int, int, int, int64_t, int, int, int64_t, int, uint64_t, uint64_t,

@@ -95,7 +95,7 @@ def a2a_lse_reduce(
         partial_out.data_ptr(),
         partial_lse.data_ptr(),
         out.data_ptr(),
-        0 if lse_out is None else lse_out.data_ptr(),
+        0 if lse_out is None else lse_out.data_ptr() or workspace._module.NO_ADDRESS,
         0 if seq_lens is None else seq_lens.data_ptr(),
         0 if query_start_loc is None else query_start_loc.data_ptr(),
     )
@@ -143,7 +143,7 @@ def _make_plan(
     _check.shape(OP, "partial_lse", partial_lse, "[T, num_heads]", (num_tokens, num_heads))
     _check.dtype(OP, "partial_lse", partial_lse, (torch.float32, torch.float16, torch.bfloat16))
 
-    num_seqs = 0
+    num_seqs = -1
     if (seq_lens is None) != (query_start_loc is None):
         given = "query_start_loc" if seq_lens is None else "seq_lens"
         _check.fail(OP, "seq_lens and query_start_loc must be given together", f"only {given}")
