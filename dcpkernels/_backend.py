@@ -60,8 +60,8 @@ def wait_budget(num_ranks: int, num_cpus: int) -> tuple[int, int]:
     """(polls before the first yield, yields before the first sleep) of a wait of `num_ranks` ranks on `num_cpus` CPUs.
 
     With a CPU for every rank, the peer is running and a signal is microseconds away: spin for about 15 us. With fewer,
-    the peer may need this very CPU: give it away at once. Yields are cheap, but only a sleep gives way to work that is
-    not ours, so they are few. (8 ranks on 2 cores, T = 1: 99 us with some yields, 169 us with none; T = 64: 5.2 ms with
-    30, 6.2 ms with 100.)
+    the peer may need this very CPU: give it away at once. Yields are cheap while
+    only ranks want the CPU; but newer kernels set a task back for each one, so they are few. (8 rank processes on 2
+    cores, T = 1: 85 us with 5 yields, 106 us with 100, 172 us with none.)
     """
-    return (300, 300) if num_ranks <= num_cpus else (0, 20)
+    return (300, 300) if num_ranks <= num_cpus else (0, 10)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from dcpkernels.errors import DcpInvalidArgument
 
-# csrc/core/types.h: a flag, a fault record, a stream's and a channel's state each fill one cache line.
+# csrc/core/types.h: a flag, a fault record, a stream's state fill a cache line each; a channel has its state and doorbell.
 FLAG_BYTES = 64
 FAULT_BYTES = 64
 STREAM_BYTES = 64
-CHANNEL_BYTES = 64
+CHANNEL_BYTES = 128
 
 # Parts start on pages: a part can then be handed to another memory policy, and no two share a line.
 PART_ALIGNMENT = 4096

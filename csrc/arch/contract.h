@@ -9,7 +9,7 @@
 //   order     load_acquire_sys, load_relaxed_sys, store_release_sys, store_relaxed_sys (u32, u64)
 //             fetch_add, compare_exchange_sys
 //             publish_done(cta): all stores of the CTA to peers are complete before a flag that follows
-//             signal_flag(flag, value): a release store that also wakes a sleeping owner
+//             signal_flag(flag, value, doorbell): a release store that also wakes a sleeping owner
 //   time      now_ns, spin_pause, Backoff {is_slow, pause}, kHostPollNs, poll_host
 //   bytes     PeerStores(hint, num_bytes) {copy(cta, to, from, num_bytes), finish(cta)}
 //   numbers   fma, exp2 (x <= 0), log2, abs; to_float, from_float<T>, rounding to nearest even
@@ -35,6 +35,6 @@ static_assert(arch::kHostPollNs > 0);
 // The symmetric region is shared by processes that may come from different compilations: its words have one
 // size.
 static_assert(sizeof(Flag) == 64 && sizeof(FaultRecord) == 64 && sizeof(StreamState) == 64 &&
-              sizeof(ChannelState) == 64);
+              sizeof(ChannelState) == 64 && sizeof(Doorbell) == 64);
 
 }  // namespace dcp::DCP_NS

@@ -115,18 +115,15 @@ DCP_FN void publish_done(const Cta& cta) {
   cta.sync();
 }
 
-DCP_FN uint32_t* futex_word(Flag* flag) {
-  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the epoch half of a flag is its first 32 bits");
-  return reinterpret_cast<uint32_t*>(&flag->value);
-}
-
-// Raises a peer's flag, and wakes the peer if it sleeps on it. Exchange, then read `sleepers`; the sleeper
-// raises `sleepers`, then looks at the value: both sequentially consistent, so that one of the two sees the
-// other.
-DCP_FN void signal_flag(Flag* flag, uint64_t value) {
+// Raises a peer's flag and rings its doorbell; wakes the peer if it sleeps and this was the signal that it
+// sleeps for. Ring, then read `awaited`; the sleeper sets `awaited`, then reads `rings`: all sequentially
+// consistent, so that one of the two sees the other.
+DCP_FN void signal_flag(Flag* flag, uint64_t value, Doorbell* doorbell) {
   __atomic_exchange_n(&flag->value, value, kSignalOrder);
-  if (__builtin_expect(__atomic_load_n(&flag->sleepers, __ATOMIC_SEQ_CST) != 0, 0)) {
-    syscall(SYS_futex, futex_word(flag), FUTEX_WAKE, 1, nullptr, nullptr, 0);
+  const uint32_t rings = __atomic_add_fetch(&doorbell->rings, 1, kSignalOrder);
+  const uint32_t awaited = __atomic_load_n(&doorbell->awaited, kSignalOrder);
+  if (__builtin_expect(awaited != 0 && int32_t(rings - awaited) >= 0, 0)) {
+    syscall(SYS_futex, &doorbell->rings, FUTEX_WAKE, 1, nullptr, nullptr, 0);
   }
 }
 
@@ -155,12 +152,15 @@ DCP_FN void spin_pause() {
 // core away, then sleep. A sleep is bounded by 1 ms: poison and deadlines come without a wake-up.
 class Backoff {
  public:
-  DCP_FN explicit Backoff(const WaitPolicy& policy) : policy_(policy) {}
+  // `doorbell` is that of the channel that waits; its round is complete at `target` rings.
+  DCP_FN Backoff(const WaitPolicy& policy, Doorbell* doorbell, uint32_t target)
+      : policy_(policy), doorbell_(doorbell), target_(target) {}
 
   // True once in a while in the spinning phase, always after it: time to look at clock, poison and host.
   DCP_FN bool is_slow() const { return num_pauses_ >= policy_.num_spins || (num_pauses_ & 63) == 63; }
 
-  DCP_FN void pause(Flag* flag, uint64_t seen) {
+  // `flag` held `seen`, which was not what the caller waits for.
+  DCP_FN void pause(const Flag* flag, uint64_t seen) {
     if (num_pauses_ < policy_.num_spins) {
       spin_pause();
     } else if (num_pauses_ < policy_.num_spins + policy_.num_yields) {
@@ -173,16 +173,23 @@ class Backoff {
   }
 
  private:
-  void sleep(Flag* flag, uint64_t seen) {
+  void sleep(const Flag* flag, uint64_t seen) {
     const timespec millisecond = {0, 1000000};
-    __atomic_fetch_add(&flag->sleepers, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&flag->value, __ATOMIC_SEQ_CST) == seen) {
-      syscall(SYS_futex, futex_word(flag), FUTEX_WAIT, uint32_t(seen), &millisecond, nullptr, 0);
+    uint32_t rings = __atomic_load_n(&doorbell_->rings, __ATOMIC_SEQ_CST);
+    // A peer that is a round ahead may have rung twice: then the next ring of all is the one to wait for.
+    uint32_t awaited = int32_t(target_ - rings) > 0 ? target_ : rings + 1;
+    if (awaited == 0) awaited = 1;  // 0 means awake; a ring too late costs the bounded sleep
+    __atomic_store_n(&doorbell_->awaited, awaited, __ATOMIC_SEQ_CST);
+    rings = __atomic_load_n(&doorbell_->rings, __ATOMIC_SEQ_CST);
+    if (int32_t(rings - awaited) < 0 && __atomic_load_n(&flag->value, __ATOMIC_SEQ_CST) == seen) {
+      syscall(SYS_futex, &doorbell_->rings, FUTEX_WAIT, rings, &millisecond, nullptr, 0);
     }
-    __atomic_fetch_sub(&flag->sleepers, 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&doorbell_->awaited, 0, __ATOMIC_SEQ_CST);
   }
 
   const WaitPolicy& policy_;
+  Doorbell* const doorbell_;
+  const uint32_t target_;
   int32_t num_pauses_ = 0;
 };
 

@@ -60,7 +60,7 @@ PYBIND11_MODULE(_C_cpu, module) {
   module.attr("FLAG_BYTES") = sizeof(Flag);
   module.attr("FAULT_BYTES") = sizeof(FaultRecord);
   module.attr("STREAM_BYTES") = sizeof(StreamState);
-  module.attr("CHANNEL_BYTES") = sizeof(ChannelState);
+  module.attr("CHANNEL_BYTES") = sizeof(ChannelState) + sizeof(Doorbell);
   module.attr("STATUS_FAULTED") = int(Status::kFaulted);
   module.attr("STATUS_BUSY") = int(Status::kBusy);
   module.attr("built_variants") = variants(false);

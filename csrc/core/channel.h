@@ -33,6 +33,11 @@ DCP_FN ChannelState* channel_state(const SymmView& symm, const ControlLayout& co
                                    int stream_idx, int channel_idx) {
   return reinterpret_cast<ChannelState*>(stream_state(symm, control, rank, stream_idx) + 1) + channel_idx;
 }
+DCP_FN Doorbell* stream_doorbell(const SymmView& symm, const ControlLayout& control, int owner,
+                                 int stream_idx, int channel_idx) {
+  return reinterpret_cast<Doorbell*>(channel_state(symm, control, owner, stream_idx, control.num_channels)) +
+         channel_idx;
+}
 // The flag in `owner`'s region that `source` raises.
 DCP_FN Flag* stream_flag(const SymmView& symm, const ControlLayout& control, int owner, int stream_idx,
                          uint64_t epoch, int channel_idx, int source) {
@@ -75,7 +80,8 @@ class Channel {
     arch::publish_done(cta_);
     if (cta_.thread_rank() == 0) {
       arch::signal_flag(stream_flag(symm_, control_, peer, stream_idx_, epoch_, cta_.index(), symm_.rank),
-                        flag_value(epoch_, digest_));
+                        flag_value(epoch_, digest_),
+                        stream_doorbell(symm_, control_, peer, stream_idx_, cta_.index()));
     }
   }
 
@@ -89,6 +95,7 @@ class Channel {
         break;
     }
     cta_.sync();
+    if (cta_.thread_rank() == 0) ++mine_->num_rounds;
     return confirm();
   }
 

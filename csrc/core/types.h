@@ -43,9 +43,16 @@ enum class FaultKind : uint8_t {
 // One flag per [parity][channel][peer], written by that peer only. A line of its own: W writers share no
 // line.
 struct alignas(64) Flag {
-  uint64_t value;     // epoch (low 32 bits) in the low half, digest of the call in the high half
-  uint32_t sleepers;  // > 0: the owner sleeps on `value` (CPU only)
-  uint32_t unused[13];
+  uint64_t value;  // epoch (low 32 bits) in the low half, digest of the call in the high half
+  uint64_t unused[7];
+};
+
+// One per [channel], for an owner that sleeps (CPU only): it is woken once, by the signal that completes its
+// round, and not by each of them. Decides nothing: what has arrived, the flags alone say.
+struct alignas(64) Doorbell {
+  uint32_t rings;    // signals received so far; peers add
+  uint32_t awaited;  // 0, or the number of rings at which the owner wants to be woken
+  uint32_t unused[14];
 };
 
 // The first cause of a fault. `poison` is the only word that peers write, once, by compare-exchange from 0.
@@ -73,14 +80,15 @@ struct alignas(64) StreamState {
 
 struct alignas(64) ChannelState {
   uint64_t in_flight;   // 0 = idle, else the epoch of the round that this channel is in
+  uint64_t num_rounds;  // completed; each brings a ring from every peer
   uint64_t store_hint;  // arch::PeerStores: what this channel has learnt about stores to peers; read by
                         // nobody else
-  uint64_t unused[6];
+  uint64_t unused[5];
 };
 
 // Where the control words lie in every rank's region (byte offsets, the same on all ranks).
-// Stream s: StreamState, then num_channels x ChannelState, at streams_offset + s * stream_bytes; its flags
-// [2][num_channels][num_ranks] at flags_offset + s * flags_bytes.
+// Stream s: StreamState, then num_channels x ChannelState, then num_channels x Doorbell, at streams_offset +
+// s * stream_bytes; its flags [2][num_channels][num_ranks] at flags_offset + s * flags_bytes.
 struct ControlLayout {
   uint64_t fault_offset;
   uint64_t streams_offset;

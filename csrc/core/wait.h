@@ -16,7 +16,8 @@ DCP_COLD Status Channel::wait_slow(int order_idx, uint64_t expected, int64_t& st
   const uint32_t not_yet = uint32_t(previous_epoch(previous_epoch(epoch_)));
   const int64_t timeout_ns = deadline_ns(policy_, is_first_call_);
   int64_t next_host_poll_ns = 0;
-  arch::Backoff backoff(policy_);
+  Doorbell* doorbell = stream_doorbell(symm_, control_, symm_.rank, stream_idx_, cta_.index());
+  arch::Backoff backoff(policy_, doorbell, uint32_t((mine_->num_rounds + 1) * (symm_.num_ranks - 1)));
   for (;;) {
     const uint64_t seen = arch::load_acquire_sys(&flag->value);
     if (seen == expected) return Status::kOk;

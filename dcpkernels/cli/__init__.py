@@ -91,6 +91,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     bench.add_argument("--isa", choices=("auto", "v4", "v3", "baseline"), default="auto", help="CPU kernel variant")
     bench.add_argument("--iters", type=_count, default=200, help="timed calls of each candidate (default 200)")
     bench.add_argument("--warmup", type=int, default=20, help="calls before those (default 20)")
+    bench.add_argument("--burst", type=_count, default=1, help="calls back to back in a sample, averaged (default 1)")
     bench.add_argument("--seed", type=int, default=0)
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, as a list")
     bench.set_defaults(run=_run_bench)
@@ -117,6 +118,7 @@ def _run_bench(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         baselines=tuple(name for name in args.baselines if name != "none"),
         isa=None if args.isa == "auto" else args.isa,
+        burst=args.burst,
         iters=args.iters,
         warmup=max(args.warmup, 1),
         seed=args.seed,

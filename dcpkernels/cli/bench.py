@@ -39,6 +39,7 @@ class BenchOptions:
     iters: int = 200
     warmup: int = 20
     seed: int = 0
+    burst: int = 1
     lse_base: str = "e"
 
 
@@ -59,7 +60,7 @@ def run(options: BenchOptions, *, json_path: Path | None = None) -> int:
     against = ", alternating with " + ", ".join(options.baselines) if options.baselines else ""
     print(
         f"{options.op}: {options.num_ranks} rank processes, {options.num_heads} heads, head_dim {options.head_dim}, "
-        f"{options.dtype}, {options.iters} calls each{against}; a call's time is that of its slowest rank"
+        f"{options.dtype}, {options.iters} samples of {options.burst} calls each{against}; a call's time is that of its slowest rank"
     )
     rows = []
     for num_tokens in options.tokens:
@@ -115,6 +116,7 @@ def measure_row(options: BenchOptions, num_tokens: int, isa: str) -> tuple[dict[
         "head_dim": options.head_dim,
         "dtype": options.dtype,
         "num_iters": options.iters,
+        "calls_per_sample": options.burst,
         "median_us": round(ours.median_us, 3),
         "p99_us": round(ours.p99_us, 3),
         "bytes": num_bytes,
@@ -180,7 +182,12 @@ def _rank(group: torch.distributed.ProcessGroup, options: BenchOptions, num_toke
             return Samples({}, [], errors)
         barrier = measure.Barrier(workspace)
         times = measure.take_turns(
-            candidates, barrier, iters=options.iters, warmup=options.warmup, produce=lambda: partial_out.add_(0)
+            candidates,
+            barrier,
+            iters=options.iters,
+            warmup=options.warmup,
+            num_calls=options.burst,
+            produce=lambda: partial_out.add_(0),
         )
         num_bytes = floor.moved_bytes(num_ranks, *shape, dtype.itemsize)
         return Samples(times, floor.memcpy_samples_us(num_bytes, barrier), errors)

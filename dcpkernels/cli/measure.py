@@ -60,6 +60,7 @@ def take_turns(
     *,
     iters: int,
     warmup: int,
+    num_calls: int = 1,
     produce: Callable[[], object] = lambda: None,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
@@ -67,7 +68,7 @@ def take_turns(
 
     Before each call, untimed, `produce` writes the inputs anew, as attention does before a merge: every candidate finds
     them where a decode step leaves them, and not where the candidate before it has pushed them. Then all ranks meet.
-    A call runs from this rank's entry to its own return. Who wants the time of the collective takes, call by call, the
+    A sample is the mean of `num_calls` calls back to back. A call runs from this rank's entry to its own return. Who wants the time of the collective takes, call by call, the
     slowest rank (`timing.max_over_ranks`).
     """
 
@@ -79,6 +80,6 @@ def take_turns(
     gc.collect()
     gc.disable()  # a collection in one rank would be charged to whatever it interrupts
     try:
-        return interleave(candidates, rounds=iters, warmup=warmup, before=before)
+        return interleave(candidates, rounds=iters, warmup=warmup, num_calls=num_calls, before=before)
     finally:
         gc.enable()

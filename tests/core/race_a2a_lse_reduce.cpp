@@ -32,7 +32,8 @@ struct Shape {
 
   uint64_t staging_rows() const { return uint64_t(2) * (num_ranks - 1) * kMaxTokens; }
   ControlLayout control() const {
-    const uint64_t stream_bytes = sizeof(StreamState) + num_channels * sizeof(ChannelState);
+    const uint64_t stream_bytes =
+        sizeof(StreamState) + num_channels * (sizeof(ChannelState) + sizeof(Doorbell));
     const uint64_t flags_bytes = uint64_t(2) * num_channels * num_ranks * sizeof(Flag);
     return {0, 64, stream_bytes, 64 + stream_bytes, flags_bytes, 1, num_channels};
   }
