@@ -65,7 +65,7 @@ class A2aLseReducePlan:
         num_tokens: int,
         num_local_heads: int,
         head_dim: int,
-        max_num_tokens: int,
+        max_round_rows: int,
         num_seqs: int,
         payload_offset: int,
         row_bytes: int,

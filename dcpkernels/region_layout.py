@@ -21,6 +21,10 @@ PART_ALIGNMENT = 4096
 ROW_ALIGNMENT = 64
 
 NUM_PARITIES = 2
+# What one rank sends in one round, at most (but a row at least). About an L2 cache: a call with more rows goes through
+# the same staging several times while it is there, instead of once through memory. Measured with 2 ranks of 96 heads,
+# D = 512, T = 64: 665 us in 4 rounds, 910 us in one.
+ROUND_BYTES = 1 << 20
 OPS = ("a2a_lse_reduce",)
 
 
@@ -97,9 +101,16 @@ class RegionLayout:
         return align_up(self.num_local_heads * 4, ROW_ALIGNMENT)
 
     @property
+    def max_round_rows(self) -> int:
+        """Rows of one round, at most; the same on all ranks."""
+        if self.num_ranks == 1:
+            return self.max_num_tokens
+        return min(self.max_num_tokens, max(1, ROUND_BYTES // ((self.num_ranks - 1) * self.row_bytes)))
+
+    @property
     def num_staging_rows(self) -> int:
         """Of one lane. A rank never sends to itself: one slot per *other* rank."""
-        return NUM_PARITIES * (self.num_ranks - 1) * self.max_num_tokens
+        return NUM_PARITIES * (self.num_ranks - 1) * self.max_round_rows
 
     # -- the whole
 

@@ -30,7 +30,8 @@ class WorkspaceConfig:
     Args:
         num_heads: query heads of the model, H; those of all ranks together.
         head_dim: elements of one head's partial output, D (512 for MLA's latent).
-        max_num_tokens: rows that one round exchanges; the staging is sized for it. A call may have more rows.
+        max_num_tokens: rows of the usual largest call. Staging is made for one round of rows, and a round has no more
+            rows than this, and no more than what a CPU cache holds; a call with more rows takes several rounds.
         dtype: of the partial output: float32, float16 or bfloat16.
         num_lanes: independent streams with their own staging, for micro-batches that run at the same time.
         timeout_s: seconds that a wait for another rank may take; 0 = for ever. DCPKERNELS_TIMEOUT_S replaces it.
@@ -291,7 +292,7 @@ class Workspace:
             stream_idx=layout.stream_idx("a2a_lse_reduce", lane),
             num_local_heads=self.num_local_heads,
             head_dim=self.config.head_dim,
-            max_num_tokens=self.config.max_num_tokens,
+            max_round_rows=layout.max_round_rows,
             payload_offset=payload + lane * lane_rows * layout.row_bytes,
             row_bytes=layout.row_bytes,
             lse_offset=lse + lane * lane_rows * layout.lse_row_bytes,

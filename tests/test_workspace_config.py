@@ -38,26 +38,35 @@ def test_size_is_what_is_mapped(num_ranks):
 
 def test_sizes_do_not_wrap():
     """Integers beyond 2**32, and nothing is allocated for them. Own shards do not travel: W - 1 of W are staged."""
-    config = WorkspaceConfig(64, 256, 16384, dtype=torch.bfloat16, num_lanes=8)
+    config = WorkspaceConfig(64, 2**24, 1, dtype=torch.bfloat16, num_lanes=8)
     size = Workspace.size(config, 8)
-    staged = 8 * 2 * 7 * (64 // 8) * 16384 * 256 * 2  # lanes, parities, peers, heads, tokens, elements, bytes
+    staged = 8 * 2 * 7 * (64 // 8) * 2**24 * 2  # lanes, parities, peers, heads, elements, bytes
     assert size.parts["a2a_lse_reduce.payload"] == staged > 2**32
-    twice = Workspace.size(dataclasses.replace(config, max_num_tokens=2 * 16384), 8)
+    twice = Workspace.size(dataclasses.replace(config, head_dim=2**25), 8)
     assert twice.parts["a2a_lse_reduce.payload"] == 2 * staged
+
+
+def test_staging_is_that_of_one_round_however_many_rows_a_call_may_have():
+    """A round sends at most 1 MiB a rank, or one row; a call with more rows takes more rounds."""
+    config = WorkspaceConfig(96, 512, 64, dtype=torch.bfloat16)
+    sizes = [Workspace.size(dataclasses.replace(config, max_num_tokens=n), 8) for n in (1, 12, 13, 64, 16384)]
+    payloads = [size.parts["a2a_lse_reduce.payload"] for size in sizes]
+    assert payloads == [2 * 7 * rows * 12 * 512 * 2 for rows in (1, 12, 12, 12, 12)]
+    assert max(payloads) <= 2 * 2**20
 
 
 def test_no_room_is_said_at_creation():
     """On all ranks, at once, with the bytes needed and available; the group is good for another try."""
 
     def body(group):
-        huge = attempt(Workspace, group, config=dataclasses.replace(CONFIG, max_num_tokens=2**34))
+        huge = attempt(Workspace, group, config=dataclasses.replace(CONFIG, head_dim=2**30))
         assert type(huge.error) is DcpError and huge.seconds < 5, huge
         with Workspace(group, config=CONFIG) as workspace:
             check_with_peers(group, workspace, make_call(2, 3, 12, 64, torch.float32))
         return str(huge.error)
 
     texts = run_ranks(body, 2)
-    needed = Workspace.size(dataclasses.replace(CONFIG, max_num_tokens=2**34), 2).total
+    needed = Workspace.size(dataclasses.replace(CONFIG, head_dim=2**30), 2).total
     assert texts[0] == texts[1] and "available" in texts[0] and str(2 * needed) in texts[0].replace(",", ""), texts[0]
 
 

@@ -28,12 +28,12 @@ bool overlap(const Bytes& a, const Bytes& b) {
 class A2aLseReducePlan {
  public:
   A2aLseReducePlan(Endpoint& endpoint, int dtype, int lse_dtype, int lse_base, int lane, int stream_idx,
-                   int64_t num_tokens, int num_local_heads, int head_dim, int64_t max_num_tokens,
+                   int64_t num_tokens, int num_local_heads, int head_dim, int64_t max_round_rows,
                    int num_seqs, uint64_t payload_offset, uint64_t row_bytes, uint64_t lse_offset,
                    uint64_t lse_row_bytes, std::array<int64_t, 8> strides)
       : endpoint_(endpoint), run_(endpoint.variant().a2a_lse_reduce) {
     DCP_CHECK(stream_idx >= 0 && stream_idx < endpoint.control().num_streams, stream_idx);
-    DCP_CHECK(max_num_tokens >= 1, max_num_tokens);
+    DCP_CHECK(max_round_rows >= 1, max_round_rows);
     DCP_CHECK(num_tokens >= 0 && num_tokens < int64_t(1) << 32, num_tokens);
     p_.partial_out_token_stride = strides[0];
     p_.partial_out_head_stride = strides[1];
@@ -51,7 +51,7 @@ class A2aLseReducePlan {
     p_.lane = lane;
     p_.num_local_heads = num_local_heads;
     p_.head_dim = head_dim;
-    p_.max_num_tokens = max_num_tokens;
+    p_.max_round_rows = max_round_rows;
     p_.payload_offset = payload_offset;
     p_.row_bytes = row_bytes;
     p_.lse_offset = lse_offset;
@@ -132,7 +132,7 @@ void bind_a2a_lse_reduce(py::module_& module) {
                     uint64_t, uint64_t, std::array<int64_t, 8>>(),
            py::keep_alive<1, 2>(), py::kw_only(), py::arg("endpoint"), py::arg("dtype"), py::arg("lse_dtype"),
            py::arg("lse_base"), py::arg("lane"), py::arg("stream_idx"), py::arg("num_tokens"),
-           py::arg("num_local_heads"), py::arg("head_dim"), py::arg("max_num_tokens"), py::arg("num_seqs"),
+           py::arg("num_local_heads"), py::arg("head_dim"), py::arg("max_round_rows"), py::arg("num_seqs"),
            py::arg("payload_offset"), py::arg("row_bytes"), py::arg("lse_offset"), py::arg("lse_row_bytes"),
            py::arg("strides"))
       .def("__call__", &A2aLseReducePlan::operator(), py::arg("partial_out"), py::arg("partial_lse"),

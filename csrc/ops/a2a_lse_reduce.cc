@@ -27,11 +27,19 @@ struct Round {
   int parity;
 };
 
+// Rows of every round but the last. Rounds of about the same size: a last round of one row would cost a full
+// exchange. T and the capacity are the same on all ranks, so this is too.
+DCP_FN int64_t rows_per_round(const Params& p) {
+  if (p.num_tokens <= p.max_round_rows) return p.num_tokens;
+  const int64_t num_rounds = (p.num_tokens + p.max_round_rows - 1) / p.max_round_rows;
+  return (p.num_tokens + num_rounds - 1) / num_rounds;
+}
+
 DCP_FN ShardMask shard_mask(const Params& p) { return {p.seq_lens, p.query_start_loc, p.num_seqs}; }
 
 DCP_FN uint64_t staging_row(const Params& p, int source, int owner, const Round& round, int64_t row) {
   const uint64_t slot = uint64_t(staging_slot(source, owner, p.symm.num_ranks));
-  return (uint64_t(round.parity) * (p.symm.num_ranks - 1) + slot) * p.max_num_tokens + row;
+  return (uint64_t(round.parity) * (p.symm.num_ranks - 1) + slot) * p.max_round_rows + row;
 }
 
 // This rank's LSE of one (token, head); -inf when the shard is empty. `num_nonfinite` counts those that are
@@ -184,7 +192,7 @@ DCP_FN void poison_output(const arch::Cta& cta, const Params& p) {
   const Lanes lanes(cta);
   for (int64_t token = 0; token < p.num_tokens; ++token) {
     // The same rows as `reduce`: a row belongs to a channel by its place in its round.
-    if (token % p.max_num_tokens % p.control.num_channels != cta.index()) continue;
+    if (token % rows_per_round(p) % p.control.num_channels != cta.index()) continue;
     for (int h = lanes.group(); h < p.num_local_heads; h += lanes.num_groups()) {
       T* out = static_cast<T*>(p.out) + token * p.out_token_stride + h * p.out_head_stride;
       fill_row(lanes, out, p.head_dim, __builtin_nanf(""));
@@ -200,12 +208,12 @@ Status a2a_lse_reduce_kernel(const arch::Cta& cta, const Params& p) {
   const uint64_t call = call_descriptor(Op::kA2aLseReduce, p.lane, p.dtype, p.lse_base, p.num_tokens);
   Channel channel(cta, p.symm, p.control, p.wait, p.stream_idx, call);
   Status status = channel.enter();
+  const int64_t round_rows = rows_per_round(p);
   uint64_t num_nonfinite = 0;
   int64_t first_row = 0;
   while (status == Status::kOk) {  // T = 0 runs one round: every rank signals and waits in every call
     const int64_t rows_left = p.num_tokens - first_row;
-    const Round round = {first_row, rows_left < p.max_num_tokens ? rows_left : p.max_num_tokens,
-                         channel.parity()};
+    const Round round = {first_row, rows_left < round_rows ? rows_left : round_rows, channel.parity()};
     const int64_t num_bytes =
         int64_t(p.symm.num_ranks - 1) * (round.num_rows / p.control.num_channels) * p.row_bytes;
     const arch::PeerStores stores(channel.store_hint(), num_bytes);

@@ -20,7 +20,7 @@
 //   reduce   merge rows of this channel, in rank order; my own shard is read in place
 //   confirm  no fault was reported before the last read of staging
 //   leave    the last channel stores e
-// T above the capacity runs as several rounds, each with its own epoch, in one call.
+// T above max_round_rows runs as several rounds of about the same size, each with its own epoch, in one call.
 //
 // Why staging of two parities is enough: a rank writes parity(e) again in round e + 2, after `wait` of round
 // e + 1. There it saw each owner's flag e + 1 on the same channel, which the owner raises after its `reduce`
@@ -54,10 +54,10 @@ struct A2aLseReduceParams {
   DType dtype;
   int32_t num_local_heads;
   int32_t head_dim;
-  int64_t max_num_tokens;   // rows of one round
-  uint64_t payload_offset;  // [2][num_ranks - 1][max_num_tokens] rows of row_bytes, of this lane
+  int64_t max_round_rows;   // rows of one round, at most
+  uint64_t payload_offset;  // [2][num_ranks - 1][max_round_rows] rows of row_bytes, of this lane
   uint64_t row_bytes;
-  uint64_t lse_offset;  // [2][num_ranks - 1][max_num_tokens] rows of lse_row_bytes, of this lane
+  uint64_t lse_offset;  // [2][num_ranks - 1][max_round_rows] rows of lse_row_bytes, of this lane
   uint64_t lse_row_bytes;
   int32_t stream_idx;
   SymmView symm;

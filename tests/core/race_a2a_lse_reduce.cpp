@@ -80,7 +80,7 @@ bool run_call(const Shape& shape, const uint64_t* bases, int rank, int call) {
   p.lse_base = LseBase::k2;
   p.num_local_heads = kLocalHeads;
   p.head_dim = kHeadDim;
-  p.max_num_tokens = kMaxTokens;
+  p.max_round_rows = kMaxTokens;
   p.payload_offset = shape.payload_offset();
   p.row_bytes = kRowBytes;
   p.lse_offset = shape.lse_offset();
