@@ -236,9 +236,10 @@ class PeerStores {
   }
 
  private:
-  static constexpr int64_t kMaxCachedBytes = 1 << 20,
-                           kMinTimedBytes = 8192;  // about an L2; too short to time
-  static constexpr int64_t kSlowBytesPerNs = 5;    // within a complex 9 to 30, between two 2 to 4
+  // About an L2; and too short to time.
+  static constexpr int64_t kMaxCachedBytes = 1 << 20, kMinTimedBytes = 8192;
+  // Within a complex stores run at 5 to 30 bytes per ns, between two at 2 to 3.
+  static constexpr int64_t kSlowBytesPerNs = 3;
   static constexpr uint64_t kCallsBetweenTrials = 64;
 
   DCP_FN bool is_timed() const { return num_bytes_ > kMinTimedBytes && num_bytes_ <= kMaxCachedBytes; }

@@ -106,8 +106,7 @@ class Channel {
   }
 
   // Step `confirm`: after the last read of peer memory. A rank that was late must not trust what it read once
-  // the others have given up on it.
-  // One thread looks: all threads of a CTA must take the same way.
+  // the others have given up on it. One thread looks, so that all threads of a CTA take the same way.
   DCP_FN Status confirm() const {
     const bool faulted = cta_.thread_rank() == 0 && is_poisoned(symm_, control_);
     return Status(cta_.broadcast(int(faulted ? Status::kFaulted : Status::kOk)));
