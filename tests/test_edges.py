@@ -98,17 +98,20 @@ def test_a_tensor_without_memory_is_refused(name):
             a2a_lse_reduce(workspace=workspace, lse_base="e", **tensors)
 
 
-@pytest.mark.parametrize("num_tokens", [3, 40, 700])
-def test_stores_to_peers_give_the_same_bytes_whichever_way_they_go(num_tokens):
-    """Rows of an odd length (no multiple of a cache line, heads apart), small enough to be written without timing,
-    timed, and past the caches; many calls, so that both ways of the timed ones are taken, with changing data."""
+@pytest.mark.parametrize(
+    ("num_tokens", "heads", "dim", "num_calls"),
+    [(3, 6, 72, 150), (40, 6, 72, 150), (700, 6, 72, 12), (2, 2, 600_001, 6)],
+    ids=["too-short-to-time", "timed", "timed-in-rounds", "rows-above-1-MiB"],
+)
+def test_stores_to_peers_give_the_same_bytes_whichever_way_they_go(num_tokens, heads, dim, num_calls):
+    """Rows that fill no whole number of cache lines: so short that they are just stored, timed, and so long that they
+    go past the caches (always, whatever the timing says). Data change from call to call."""
 
     def body(group):
-        heads, dim = 6, 72
         config = WorkspaceConfig(heads, dim, num_tokens, dtype=torch.bfloat16)
         generator = torch.Generator().manual_seed(5)
         with Workspace(group, config=config) as workspace:
-            for i in range(150 if num_tokens < 100 else 12):
+            for i in range(num_calls):
                 # Only rank i % 2 has weight: the result is its payload, bit for bit.
                 wide = torch.randn(num_tokens, heads, dim + i % 2, generator=generator).bfloat16()
                 payload = wide[..., :dim] if group.rank == i % 2 else wide[..., :dim] * float("nan")
