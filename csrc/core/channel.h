@@ -59,7 +59,6 @@ class Channel {
         state_(stream_state(symm, control, symm.rank, stream_idx)),
         mine_(channel_state(symm, control, symm.rank, stream_idx, cta.index())) {}
 
-  DCP_FN uint64_t epoch() const { return epoch_; }
   DCP_FN int parity() const { return int(epoch_ & 1); }
   DCP_FN uint64_t* store_hint() const { return &mine_->store_hint; }
 
