@@ -14,6 +14,7 @@ STATUS_BUSY: int
 STATUS_OVERLAP: int
 STATUS_NO_MEMORY: int
 STATUS_CLOSED: int
+STATUS_STALE_BUFFER: int
 NO_ADDRESS: int
 built_variants: list[str]
 runnable_variants: list[str]
@@ -49,32 +50,74 @@ class Endpoint:
     def isa(self) -> str: ...
     def is_poisoned(self) -> bool: ...
     def close(self) -> bool: ...
+    def hand_out_buffer(self, stream_idx: int) -> tuple[int, int]: ...
     def fault(self) -> dict[str, Any]: ...
     def stream_counters(self, stream_idx: int) -> tuple[int, int, int]: ...
+
+class StagingLayout:
+    def __init__(self, *, offset: int, row_bytes: int, num_rows: int) -> None: ...
+
+class A2aLseReduceGeometry:
+    def __init__(
+        self,
+        *,
+        wire: int,
+        dtype: int,
+        lane: int,
+        stream_idx: int,
+        num_ranks: int,
+        num_local_heads: int,
+        head_dim: int,
+        max_round_rows: int,
+        staging: StagingLayout,
+        lse_in_row: int,
+        unpacked: StagingLayout,
+        buffer_offset: int,
+        buffer_bytes: int,
+    ) -> None: ...
 
 class A2aLseReducePlan:
     def __init__(
         self,
         *,
         endpoint: Endpoint,
-        dtype: int,
+        geometry: A2aLseReduceGeometry,
         lse_dtype: int,
         lse_base: int,
-        lane: int,
-        stream_idx: int,
         num_tokens: int,
-        num_local_heads: int,
-        head_dim: int,
-        max_round_rows: int,
         num_seqs: int,
-        payload_offset: int,
-        row_bytes: int,
-        lse_offset: int,
-        lse_row_bytes: int,
         strides: tuple[int, int, int, int, int, int, int, int],
     ) -> None: ...
+    def begin(
+        self, partial_out: int, partial_lse: int, out: int, out_lse: int, seq_lens: int, query_start_loc: int
+    ) -> int: ...
+    def run(self, first_channel: int, end_channel: int) -> int: ...
+    def end(self, status: int) -> int: ...
     def __call__(
         self, partial_out: int, partial_lse: int, out: int, out_lse: int, seq_lens: int, query_start_loc: int
     ) -> int: ...
 
+class A2aLseReduceExchange:
+    def __init__(
+        self,
+        *,
+        isa: str,
+        rank: int,
+        geometry: A2aLseReduceGeometry,
+        lse_dtype: int,
+        lse_base: int,
+        num_tokens: int,
+        num_seqs: int,
+        strides: tuple[int, int, int, int, int, int, int, int],
+    ) -> None: ...
+    @property
+    def num_nonfinite_lse(self) -> int: ...
+    def begin(
+        self, partial_out: int, partial_lse: int, out: int, out_lse: int, seq_lens: int, query_start_loc: int
+    ) -> int: ...
+    def pack(self, send: int, first_row: int, num_rows: int) -> None: ...
+    def merge(self, receive: int, first_row: int, num_rows: int) -> None: ...
+    def discard(self) -> None: ...
+
+def call_descriptor(*, op: int, lane: int, dtype: int, lse_base: int, num_tokens: int) -> int: ...
 def init_region(base: int, control: ControlLayout, num_ranks: int, start_epoch: int) -> None: ...

@@ -23,15 +23,16 @@ from dcpkernels.errors import (
 )
 
 if TYPE_CHECKING:
+    from dcpkernels.config import WorkspaceConfig, WorkspaceSize
     from dcpkernels.ops.a2a_lse_reduce import a2a_lse_reduce
-    from dcpkernels.workspace import Workspace, WorkspaceConfig, WorkspaceSize
+    from dcpkernels.workspace import Workspace
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Workspace": "dcpkernels.workspace",
-    "WorkspaceConfig": "dcpkernels.workspace",
-    "WorkspaceSize": "dcpkernels.workspace",
+    "WorkspaceConfig": "dcpkernels.config",
+    "WorkspaceSize": "dcpkernels.config",
     # The op shares its name with the module under ops/; this is the function.
     "a2a_lse_reduce": "dcpkernels.ops.a2a_lse_reduce",
 }

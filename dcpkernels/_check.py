@@ -17,6 +17,11 @@ def fail(op: str, rule: str, given: Any) -> NoReturn:
     raise DcpInvalidArgument(f"{op}: {rule} (got {given})")
 
 
+def lane(op: str, value: Any, num_lanes: int) -> None:
+    if not isinstance(value, int) or not 0 <= value < num_lanes:
+        fail(op, f"lane must be in 0 .. {num_lanes - 1} (num_lanes={num_lanes})", repr(value))
+
+
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

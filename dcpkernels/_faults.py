@@ -9,7 +9,7 @@ from dcpkernels.errors import DcpError, DcpMismatch, DcpPeerLost, DcpTimeout
 from dcpkernels.heap.verdict import rank_list
 
 # csrc/core/types.h: FaultKind, Op, DType, LseBase.
-_TIMEOUT, _MISMATCH, _PEER_LOST, _INTERRUPTED = 1, 2, 3, 4
+TIMEOUT, MISMATCH, PEER_LOST, INTERRUPTED = 1, 2, 3, 4
 _OP_NAMES = {1: "a2a_lse_reduce"}
 _DTYPE_NAMES = {0: "float32", 1: "float16", 2: "bfloat16"}
 _LSE_BASE_NAMES = {0: "e", 1: "2"}
@@ -36,9 +36,9 @@ def fault_error(op: str, fault: dict[str, Any]) -> DcpError:
         where += f" in {describe_call(fault['my_call'])}, epoch {fault['epoch']}"
         if fault["waited_ns"]:
             where += f", after {fault['waited_ns'] / 1e9:.1f} s"
-    if kind == _TIMEOUT:
+    if kind == TIMEOUT:
         return DcpTimeout(f"{op}: all ranks must call in time ({rank_list(ranks)} did not; {where})", ranks=ranks)
-    if kind == _MISMATCH:
+    if kind == MISMATCH:
         calls = f"rank {reporter}: {describe_call(fault['my_call'])}; {rank_list(ranks)}: {describe_call(fault['peer_call'])}"
         if not fault["has_record"]:
             calls = f"rank {reporter} and {rank_list(ranks)} differ"
@@ -46,9 +46,9 @@ def fault_error(op: str, fault: dict[str, Any]) -> DcpError:
             calls += ", a call ahead or behind"
         text = f"{op}: all ranks must make the same calls ({calls}; epoch {fault['epoch']})"
         return DcpMismatch(text, ranks=(reporter, *ranks))
-    if kind == _PEER_LOST:
+    if kind == PEER_LOST:
         return lost_error(op, ranks, where)
-    if kind == _INTERRUPTED:
+    if kind == INTERRUPTED:
         return DcpError(f"{op}: no rank may be interrupted inside a call (rank {reporter} was; {where})", ranks=ranks)
     return DcpError(f"{op}: a fault must have a known kind (got {kind}; {where})", ranks=ranks)
 

@@ -19,9 +19,10 @@ CHANNEL_BYTES = 128
 PART_ALIGNMENT = 4096
 # Rows start on cache lines: a writer of one row shares no line with a writer of the next.
 ROW_ALIGNMENT = 64
+LSE_ALIGNMENT = 16
 
 NUM_PARITIES = 2
-# What one rank sends in one round, at most (but a row at least). About an L2 cache: a call with more rows goes through
+# What one rank pushes in one round, at most (but a row at least). About an L2 cache: a call with more rows goes through
 # the same staging several times while it is there, instead of once through memory. Measured with 2 ranks of 96 heads,
 # D = 512, T = 64: 665 us in 4 rounds, 910 us in one.
 ROUND_BYTES = 1 << 20
@@ -49,6 +50,7 @@ class RegionLayout:
         item_bytes: size of one element of the partial output.
         num_lanes: independent copies of staging, flags and epochs.
         num_channels: parts of a call that run on their own.
+        zero_copy, packet_bytes: how payload travels (csrc/ops/a2a_lse_reduce.h).
     """
 
     num_ranks: int
@@ -58,6 +60,8 @@ class RegionLayout:
     item_bytes: int
     num_lanes: int
     num_channels: int = 1
+    zero_copy: bool = False  # payload is read in the source's buffers, staging holds LSEs only
+    packet_bytes: int = 0  # 0: plain rows; else staging rows are packets of so many bytes
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "num_heads", "head_dim", "max_num_tokens", "num_lanes", "num_channels"):
@@ -93,24 +97,52 @@ class RegionLayout:
     # -- staging of a2a_lse_reduce
 
     @property
-    def row_bytes(self) -> int:
-        return align_up(self.num_local_heads * self.head_dim * self.item_bytes, ROW_ALIGNMENT)
+    def payload_row_bytes(self) -> int:
+        """Of the heads of one owner."""
+        return self.num_local_heads * self.head_dim * self.item_bytes
 
     @property
-    def lse_row_bytes(self) -> int:
-        return align_up(self.num_local_heads * 4, ROW_ALIGNMENT)
+    def lse_in_row(self) -> int:
+        """Where the LSEs begin in a plain row, behind the payload."""
+        return 0 if self.zero_copy else align_up(self.payload_row_bytes, LSE_ALIGNMENT)
+
+    @property
+    def plain_row_bytes(self) -> int:
+        return align_up(self.lse_in_row + self.num_local_heads * 4, ROW_ALIGNMENT)
+
+    @property
+    def staging_row_bytes(self) -> int:
+        """Of a row as it travels: a plain row, or its packets (csrc/core/packet.h)."""
+        if not self.packet_bytes:
+            return self.plain_row_bytes
+        payload = self.packet_bytes - (8 if self.packet_bytes == 128 else 4)
+        packets_per_head = -(-self.head_dim * self.item_bytes // payload)
+        num_packets = -(-self.num_local_heads * 4 // payload) + self.num_local_heads * packets_per_head
+        return align_up(num_packets * self.packet_bytes, ROW_ALIGNMENT)
 
     @property
     def max_round_rows(self) -> int:
         """Rows of one round, at most; the same on all ranks."""
-        if self.num_ranks == 1:
+        if self.num_ranks == 1 or self.zero_copy:
             return self.max_num_tokens
-        return min(self.max_num_tokens, max(1, ROUND_BYTES // ((self.num_ranks - 1) * self.row_bytes)))
+        return min(self.max_num_tokens, max(1, ROUND_BYTES // ((self.num_ranks - 1) * self.staging_row_bytes)))
 
     @property
-    def num_staging_rows(self) -> int:
+    def staging_bytes(self) -> int:
         """Of one lane. A rank never sends to itself: one slot per *other* rank."""
-        return NUM_PARITIES * (self.num_ranks - 1) * self.max_round_rows
+        return NUM_PARITIES * (self.num_ranks - 1) * self.max_round_rows * self.staging_row_bytes
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Plain rows of one lane that packets are unpacked into; used within one round, so there is no parity."""
+        return (self.num_ranks - 1) * self.max_round_rows * self.plain_row_bytes if self.packet_bytes else 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of one of the two buffers [max_num_tokens, num_heads, head_dim] of a lane that peers read."""
+        if not self.zero_copy:
+            return 0
+        return align_up(self.max_num_tokens * self.num_heads * self.head_dim * self.item_bytes, PART_ALIGNMENT)
 
     # -- the whole
 
@@ -121,8 +153,9 @@ class RegionLayout:
             "fault": FAULT_BYTES,
             "streams": self.num_streams * self.stream_bytes,
             "flags": self.num_streams * self.flags_bytes,
-            "a2a_lse_reduce.payload": self.num_lanes * self.num_staging_rows * self.row_bytes,
-            "a2a_lse_reduce.lse": self.num_lanes * self.num_staging_rows * self.lse_row_bytes,
+            "a2a_lse_reduce.staging": self.num_lanes * self.staging_bytes,
+            "a2a_lse_reduce.unpacked": self.num_lanes * self.unpacked_bytes,
+            "a2a_lse_reduce.partial_out": self.num_lanes * 2 * self.buffer_bytes,
         }
         parts, offset = {}, 0
         for name, num_bytes in sizes.items():

@@ -35,7 +35,13 @@ PACKAGE_LAYERS = {
     "_backend": LEAVES | {"region_layout"},
     "heap": LEAVES | {"heap"},
     "_faults": LEAVES | {"heap.verdict"},
-    "workspace": LEAVES | {"env", "heap", "_check", "_backend", "_faults", "region_layout"},
+    "config": LEAVES | {"env", "_check", "region_layout"},
+    "_direct": LEAVES | {"config", "heap", "_check", "_backend", "_faults", "region_layout"},
+    "collective": LEAVES | {"config", "heap.group", "_check", "_faults", "region_layout"},
+    # _self_check uses ops on a workspace; only its method imports it, when it is called.
+    "workspace": LEAVES
+    | {"env", "config", "heap", "_check", "_backend", "_direct", "collective", "region_layout", "_self_check"},
+    "_self_check": LEAVES | {"ops", "reference"},
     "ops": LEAVES | {"_check"},
     "testing": LEAVES | {"", "heap", "layout", "reference", "testing"},
     "cli": LEAVES | {"", "env", "layout", "reference", "testing", "cli", "_backend"},

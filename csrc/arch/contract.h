@@ -2,14 +2,18 @@
 // target that lacks a line of this page does not compile. Adding a target is writing one such header
 // (csrc/README.md).
 //
+//   code      DCP_FN: inlined into kernels. DCP_OUTLINE: code that seldom runs (a CPU calls it; a GPU inlines it
+//             too, because a reference to a local would need local memory)
 //   threads   Cta {index, thread_rank, size, sync, broadcast, shared<S>}
 //             Lanes<N> {rank, size, group, num_groups, sync, broadcast, kMaxGroups}
-//   launch    launch<Shared>(kernel, num_channels, params): every channel runs `kernel`, maybe all at once
-//             claim_call / release_call: turns away a second call on a stream where the host can see it
-//   order     load_acquire_sys, load_relaxed_sys, store_release_sys, store_relaxed_sys (u32, u64)
+//   launch    launch<Kernel>(params, launch): every channel of it runs Kernel::run(cta, params), maybe all at
+//             once, with a Kernel::Shared
+//   order     load_acquire_sys, load_relaxed_sys, store_release_sys, store_relaxed_sys (u32, u64, i64)
+//             load_after_reads_sys: for an own word; not before earlier loads of this thread
 //             fetch_add, compare_exchange_sys
 //             publish_done(cta): all stores of the CTA to peers are complete before a flag that follows
 //             signal_flag(flag, value, doorbell): a release store that also wakes a sleeping owner
+//   packets   Packet<8 | 16 | 128> {kWords, store, try_load}: payload and flag arrive together; kMaxPacketBytes
 //   time      now_ns, spin_pause, Backoff {is_slow, pause}, kHostPollNs, poll_host
 //   bytes     PeerStores(hint, num_bytes) {copy(cta, to, from, num_bytes), finish(cta)}
 //   numbers   fma, exp2 (x <= 0), log2, abs; to_float, from_float<T>, rounding to nearest even
@@ -31,6 +35,7 @@ static_assert(noexcept(noexcept(arch::publish_done(*static_cast<const arch::Cta*
 static_assert(sizeof(decltype(arch::exp2(0.0f))) == 4 && sizeof(decltype(arch::log2(1.0f))) == 4);
 static_assert(sizeof(arch::from_float<BFloat16>(0.0f)) == 2 && sizeof(arch::from_float<Half>(0.0f)) == 2);
 static_assert(arch::kHostPollNs > 0);
+static_assert(arch::Packet<8>::kWords == 1 && arch::Packet<16>::kWords == 3 && arch::kMaxPacketBytes >= 16);
 
 // The symmetric region is shared by processes that may come from different compilations: its words have one
 // size.

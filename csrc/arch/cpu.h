@@ -1,5 +1,4 @@
-// CPU target: threads, order, time. A CPU thread is a CTA of size 1; every loop over the CTA is then a plain
-// loop. The __atomic builtins are used instead of std::atomic_ref: a member function that is not inlined
+// CPU target: order, time, bytes, packets. The __atomic builtins are used instead of std::atomic_ref: a member function that is not inlined
 // would be emitted under the same name by every ISA variant. ThreadSanitizer understands both.
 #pragma once
 
@@ -16,68 +15,22 @@
 #include <cstring>
 
 #include "core/types.h"
-
-#define DCP_FN inline __attribute__((always_inline))
-#define DCP_NOINLINE static __attribute__((noinline))
+#include DCP_CPU_CTA
 
 namespace dcp::DCP_NS::arch {
 
-// ---- threads
-
-class Cta {
- public:
-  Cta(int index, void* shared) : index_(index), shared_(shared) {}
-  DCP_FN int index() const { return index_; }
-  DCP_FN int thread_rank() const { return 0; }
-  DCP_FN int size() const { return 1; }
-  DCP_FN void sync() const {}
-  // The value that thread 0 holds; also a sync.
-  DCP_FN int broadcast(int value) const { return value; }
-  // The CTA's shared memory, one object of the type that the kernel was launched with.
-  template <class S>
-  DCP_FN S& shared() const {
-    return *static_cast<S*>(shared_);
-  }
-
- private:
-  int index_;
-  void* shared_;
-};
-
-// The CTA's threads in groups of up to N that can shuffle. Here a group is one thread.
-template <int N>
-class Lanes {
- public:
-  static constexpr int kMaxGroups = 1;
-  DCP_FN explicit Lanes(const Cta&) {}
-  DCP_FN int rank() const { return 0; }
-  DCP_FN int size() const { return 1; }
-  DCP_FN int group() const { return 0; }
-  DCP_FN int num_groups() const { return 1; }
-  DCP_FN void sync() const {}
-  // The value that lane 0 holds; also a sync.
-  DCP_FN int broadcast(int value) const { return value; }
-};
-
-// Runs `kernel(cta, params)` for the channels [0, num_channels), each with its own Shared, in this thread.
-// One channel that faults makes the call a faulted one.
-template <class Shared, class Params>
-DCP_FN Status launch(Status (*kernel)(const Cta&, const Params&), int num_channels, const Params& params) {
-  Status status = Status::kOk;
-  for (int channel_idx = 0; channel_idx < num_channels; ++channel_idx) {
-    Shared shared;
-    const Status channel_status = kernel(Cta(channel_idx, &shared), params);
-    if (channel_status != Status::kOk) status = channel_status;
-  }
-  return status;
-}
-
 // ---- order
 
-#if defined(DCP_MUTATE_RELAXED_SIGNAL)  // a planted fault: the race test must report it
+// Planted faults, for the test builds that must report them.
+#if defined(DCP_MUTATE_RELAXED_SIGNAL)
 inline constexpr int kSignalOrder = __ATOMIC_RELAXED;
 #else
 inline constexpr int kSignalOrder = __ATOMIC_SEQ_CST;
+#endif
+#if defined(DCP_MUTATE_RELAXED_RELEASE)
+inline constexpr int kReleaseOrder = __ATOMIC_RELAXED;
+#else
+inline constexpr int kReleaseOrder = __ATOMIC_RELEASE;
 #endif
 
 template <class T>
@@ -90,7 +43,7 @@ DCP_FN T load_relaxed_sys(const T* word) {
 }
 template <class T>
 DCP_FN void store_release_sys(T* word, T value) {
-  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+  __atomic_store_n(word, value, kReleaseOrder);
 }
 template <class T>
 DCP_FN void store_relaxed_sys(T* word, T value) {
@@ -112,7 +65,9 @@ DCP_FN void publish_done(const Cta& cta) {
 #if defined(__x86_64__)
   _mm_sfence();
 #endif
+#if !defined(DCP_MUTATE_NO_PUBLISH_DONE)
   cta.sync();
+#endif
 }
 
 // Raises a peer's flag and rings its doorbell; wakes the peer if it sleeps and this was the signal that it
@@ -127,10 +82,12 @@ DCP_FN void signal_flag(Flag* flag, uint64_t value, Doorbell* doorbell) {
   }
 }
 
-// Calls on one epoch stream come one after the other. On a CPU two threads of the engine may break that rule:
-// the second one is turned away before it has touched anything.
-DCP_FN bool claim_call(StreamState* state) { return compare_exchange_sys(&state->in_flight, 0u, 1u); }
-DCP_FN void release_call(StreamState* state) { store_release_sys(&state->in_flight, 0u); }
+// A load that comes after all earlier loads of this thread: an acquire load alone orders what follows it. Only
+// for words of this rank's own region, because it writes what it read.
+template <class T>
+DCP_FN T load_after_reads_sys(T* word) {
+  return __atomic_fetch_add(word, T(0), __ATOMIC_ACQ_REL);
+}
 
 // ---- time
 
@@ -217,7 +174,11 @@ class PeerStores {
   }
 
   // With all threads of the CTA.
-  DCP_FN void copy(const Cta&, void* to, const void* from, int64_t num_bytes) const {
+  DCP_FN void copy(const Cta& cta, void* to, const void* from, int64_t num_bytes) const {
+    const auto [begin, end] = cta.share_of(num_bytes);
+    to = static_cast<char*>(to) + begin;
+    from = static_cast<const char*>(from) + begin;
+    num_bytes = end - begin;
     if (streams_) {
       copy_streaming(static_cast<char*>(to), static_cast<const char*>(from), num_bytes);
     } else {
@@ -226,8 +187,8 @@ class PeerStores {
   }
 
   // After the last copy of the call.
-  DCP_FN void finish(const Cta&) const {
-    if (!is_timed()) return;
+  DCP_FN void finish(const Cta& cta) const {
+    if (!is_timed() || cta.thread_rank() != 0) return;
     if (streams_) {
       --*hint_;
     } else if ((now_ns() - start_ns_) * kSlowBytesPerNs > num_bytes_) {
@@ -272,5 +233,45 @@ class PeerStores {
   int64_t start_ns_;
   bool streams_;
 };
+
+// ---- packets
+
+// kWords words of payload and a flag that arrive together. A GPU stores a packet at once; here the flag's
+// release and acquire hold it together, but for the smallest, which is one atomic word. For tests: on a CPU the
+// product path is bulk.
+template <int kBytes>
+class Packet {
+ public:
+  static_assert(kBytes == 8 || kBytes == 16 || kBytes == 128);
+  static constexpr int kWords = kBytes == 128 ? 30 : kBytes / 4 - 1;
+
+  // `word(i)` is the i-th word of the payload.
+  template <class Word>
+  static DCP_FN void store(void* packet, uint32_t flag, const Word& word) {
+    if constexpr (kBytes == 8) {
+      __atomic_store_n(static_cast<uint64_t*>(packet), uint64_t(flag) << 32 | word(0), __ATOMIC_RELAXED);
+    } else {
+      uint32_t* words = static_cast<uint32_t*>(packet);
+      for (int i = 0; i < kWords; ++i) __atomic_store_n(words + i, word(i), __ATOMIC_RELAXED);
+      __atomic_store_n(words + kWords, flag, kReleaseOrder);
+    }
+  }
+
+  // True when the packet bears `flag`; then `put(i, word)` has been called for every word.
+  template <class Put>
+  static DCP_FN bool try_load(const void* packet, uint32_t flag, const Put& put) {
+    if constexpr (kBytes == 8) {
+      const uint64_t both = __atomic_load_n(static_cast<const uint64_t*>(packet), __ATOMIC_RELAXED);
+      if (uint32_t(both >> 32) != flag) return false;
+      put(0, uint32_t(both));
+    } else {
+      const uint32_t* words = static_cast<const uint32_t*>(packet);
+      if (__atomic_load_n(words + kWords, __ATOMIC_ACQUIRE) != flag) return false;
+      for (int i = 0; i < kWords; ++i) put(i, __atomic_load_n(words + i, __ATOMIC_RELAXED));
+    }
+    return true;
+  }
+};
+inline constexpr int kMaxPacketBytes = 128;
 
 }  // namespace dcp::DCP_NS::arch

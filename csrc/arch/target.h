@@ -10,6 +10,9 @@
 #endif
 
 #if defined(DCP_TARGET_CPU)
+#if !defined(DCP_CPU_CTA)
+#define DCP_CPU_CTA "arch/cpu_cta.h"
+#endif
 #include "arch/cpu.h"
 #include "arch/cpu_vec.h"
 #else

@@ -4,9 +4,13 @@
 #include <array>
 
 #include "bindings/handle.h"
+#include "core/layout.h"
 
 namespace dcp {
 namespace {
+
+// An output that is wanted, and whose tensor has no memory; 0 would mean that it is not wanted.
+constexpr uint64_t kNoAddress = 1;
 
 // [begin, end) of a strided tensor's bytes, relative to its address.
 int64_t span_bytes(int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride, int64_t dim,
@@ -25,15 +29,36 @@ bool overlap(const Bytes& a, const Bytes& b) {
          b.begin < a.begin + uint64_t(a.size);
 }
 
-class A2aLseReducePlan {
- public:
-  A2aLseReducePlan(Endpoint& endpoint, int dtype, int lse_dtype, int lse_base, int lane, int stream_idx,
-                   int64_t num_tokens, int num_local_heads, int head_dim, int64_t max_round_rows,
-                   int num_seqs, uint64_t payload_offset, uint64_t row_bytes, uint64_t lse_offset,
-                   uint64_t lse_row_bytes, std::array<int64_t, 8> strides)
-      : endpoint_(endpoint), run_(endpoint.variant().a2a_lse_reduce) {
-    DCP_CHECK(stream_idx >= 0 && stream_idx < endpoint.control().num_streams, stream_idx);
+// What all ranks of a workspace have alike, of one lane.
+struct Geometry {
+  Geometry(int wire, int dtype, int lane, int stream_idx, int num_ranks, int num_local_heads, int head_dim,
+           int64_t max_round_rows, const StagingLayout& staging, uint64_t lse_in_row,
+           const StagingLayout& unpacked, uint64_t buffer_offset, uint64_t buffer_bytes)
+      : num_ranks(num_ranks) {
     DCP_CHECK(max_round_rows >= 1, max_round_rows);
+    p.wire = Wire(wire);
+    p.dtype = DType(dtype);
+    p.lane = lane;
+    p.stream_idx = stream_idx;
+    p.num_local_heads = num_local_heads;
+    p.head_dim = head_dim;
+    p.max_round_rows = max_round_rows;
+    p.staging = staging;
+    p.lse_in_row = lse_in_row;
+    p.unpacked = unpacked;
+    p.buffer_offset = buffer_offset;
+    p.buffer_bytes = buffer_bytes;
+  }
+  A2aLseReduceParams p = {};
+  int num_ranks;
+};
+
+// What one call's tensors look like, and where they lie.
+class Call {
+ public:
+  Call(const Geometry& geometry, int lse_dtype, int lse_base, int64_t num_tokens, int num_seqs,
+       std::array<int64_t, 8> strides)
+      : p_(geometry.p) {
     DCP_CHECK(num_tokens >= 0 && num_tokens < int64_t(1) << 32, num_tokens);
     p_.partial_out_token_stride = strides[0];
     p_.partial_out_head_stride = strides[1];
@@ -45,38 +70,25 @@ class A2aLseReducePlan {
     p_.out_lse_head_stride = strides[7];
     p_.num_tokens = num_tokens;
     p_.num_seqs = num_seqs;  // -1: no lengths
-    p_.dtype = DType(dtype);
     p_.lse_dtype = DType(lse_dtype);
     p_.lse_base = LseBase(lse_base);
-    p_.lane = lane;
-    p_.num_local_heads = num_local_heads;
-    p_.head_dim = head_dim;
-    p_.max_round_rows = max_round_rows;
-    p_.payload_offset = payload_offset;
-    p_.row_bytes = row_bytes;
-    p_.lse_offset = lse_offset;
-    p_.lse_row_bytes = lse_row_bytes;
-    p_.stream_idx = stream_idx;
-    p_.symm = endpoint.symm();
-    p_.control = endpoint.control();
-    p_.wait = endpoint.wait();
-
-    const int64_t num_heads = int64_t(num_local_heads) * p_.symm.num_ranks, size = dtype == 0 ? 4 : 2;
-    partial_out_bytes_ = span_bytes(num_tokens, strides[0], num_heads, strides[1], head_dim, size);
+    const int64_t num_heads = int64_t(p_.num_local_heads) * geometry.num_ranks;
+    const int64_t size = p_.dtype == DType::kFloat32 ? 4 : 2, dim = p_.head_dim;
+    partial_out_bytes_ = span_bytes(num_tokens, strides[0], num_heads, strides[1], dim, size);
     partial_lse_bytes_ = span_bytes(num_tokens, strides[2], num_heads, strides[3], 1, lse_dtype == 0 ? 4 : 2);
-    out_bytes_ = span_bytes(num_tokens, strides[4], num_local_heads, strides[5], head_dim, size);
-    out_lse_bytes_ = span_bytes(num_tokens, strides[6], num_local_heads, strides[7], 1, 4);
+    out_bytes_ = span_bytes(num_tokens, strides[4], p_.num_local_heads, strides[5], dim, size);
+    out_lse_bytes_ = span_bytes(num_tokens, strides[6], p_.num_local_heads, strides[7], 1, 4);
   }
 
-  // `out_lse` is 0 when no LSE is wanted, kNoAddress when it is and the tensor has no memory. Returns a
-  // Status; raises what a signal handler raised while the call waited.
-  int operator()(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse,
-                 uint64_t seq_lens, uint64_t query_start_loc) {
+ protected:
+  // Puts the addresses into `p`; 0, kOverlap or kNoMemory. `reserved`: memory that no output may touch.
+  int place(A2aLseReduceParams& p, uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse,
+            uint64_t seq_lens, uint64_t query_start_loc, const Bytes& reserved) const {
     const Bytes outputs[] = {{out, out_bytes_}, {out_lse, out_lse == 0 ? 0 : out_lse_bytes_}};
     const Bytes inputs[] = {{partial_out, partial_out_bytes_},
                             {partial_lse, partial_lse_bytes_},
-                            {seq_lens, p_.num_seqs > 0 ? int64_t(p_.num_seqs) * 4 : 0},
-                            {query_start_loc, int64_t(p_.num_seqs + 1) * 4}};
+                            {seq_lens, p.num_seqs > 0 ? int64_t(p.num_seqs) * 4 : 0},
+                            {query_start_loc, int64_t(p.num_seqs + 1) * 4}};
     // Tensors without memory of their own (wrapper subclasses, freed storage) have address 0.
     for (const Bytes& bytes : outputs) {
       if (bytes.size > 0 && bytes.begin <= kNoAddress) return kNoMemory;
@@ -86,57 +98,210 @@ class A2aLseReducePlan {
     }
     if (overlap(outputs[0], outputs[1])) return kOverlap;
     for (const Bytes& output : outputs) {
+      if (overlap(output, reserved)) return kOverlap;
       for (const Bytes& input : inputs) {
         if (overlap(output, input)) return kOverlap;
       }
     }
-    [[maybe_unused]] A2aLseReduceParams p = p_;
     p.partial_out = reinterpret_cast<const void*>(partial_out);
     p.partial_lse = reinterpret_cast<const void*>(partial_lse);
     p.out = reinterpret_cast<void*>(out);
     p.out_lse = reinterpret_cast<float*>(out_lse);
     p.seq_lens = reinterpret_cast<const int32_t*>(seq_lens);
     p.query_start_loc = reinterpret_cast<const int32_t*>(query_start_loc);
-    if (!endpoint_.begin_call()) return kClosed;
-    Status status = Status::kOk;
-    {
-      py::gil_scoped_release no_gil;
-#if !defined(DCP_STUB_KERNEL)  // the test build measures what a call costs around the kernel
-      status = run_(p);
-#endif
+    return 0;
+  }
+
+  A2aLseReduceParams p_;
+  int64_t partial_out_bytes_, partial_lse_bytes_, out_bytes_, out_lse_bytes_;
+};
+
+// Over the workspace's regions. `plan(...)` is begin, run of all channels, end; ranks with several threads run
+// ranges of channels in each. While a call is in flight the plan belongs to it: `begin` claims the lane.
+class A2aLseReducePlan : Call {
+ public:
+  A2aLseReducePlan(Endpoint& endpoint, const Geometry& geometry, int lse_dtype, int lse_base,
+                   int64_t num_tokens, int num_seqs, std::array<int64_t, 8> strides)
+      : Call(geometry, lse_dtype, lse_base, num_tokens, num_seqs, strides),
+        endpoint_(endpoint),
+        fns_(*endpoint.variant().a2a_lse_reduce) {
+    DCP_CHECK(p_.stream_idx >= 0 && p_.stream_idx < endpoint.control().num_streams, p_.stream_idx);
+    p_.symm = endpoint.symm();
+    p_.control = endpoint.control();
+    p_.wait = endpoint.wait();
+    const SymmView& symm = p_.symm;
+    p_.num_nonfinite_lse =
+        &DCP_NS::stream_state(symm, p_.control, symm.rank, p_.stream_idx)->nonfinite_lse;
+    if (p_.wire == Wire::kPull) {
+      buffers_ = {symm.bases[symm.rank] + p_.buffer_offset, int64_t(2 * p_.buffer_bytes)};
     }
-    endpoint_.end_call();
-    if (status == Status::kFaulted && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  }
+
+  int begin(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse, uint64_t seq_lens,
+            uint64_t query_start_loc) {
+    if (!endpoint_.begin_call()) return kClosed;
+    int code = int(Status::kBusy);
+    if (DCP_NS::claim_call(p_.symm, p_.control, p_.stream_idx)) {
+      code = place(p_, partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc, buffers_);
+      if (code == 0 && p_.wire == Wire::kPull) code = choose_buffer(partial_out);
+      if (code != 0) DCP_NS::release_call(p_.symm, p_.control, p_.stream_idx);
+    }
+    if (code != 0) endpoint_.end_call();
+    return code;
+  }
+
+  // `run` for Python: raises what a signal handler raised; `end` must be called all the same.
+  int run_range(int first_channel, int end_channel) {
+    const int status = run(first_channel, end_channel);
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    return status;
+  }
+  // Runs channels [first_channel, end_channel) in this thread.
+  int run([[maybe_unused]] int first_channel, [[maybe_unused]] int end_channel) {
+    Status status = Status::kOk;
+    py::gil_scoped_release no_gil;
+#if !defined(DCP_STUB_KERNEL)  // the test build measures what a call costs around the kernel
+    status = fns_.run(p_, {first_channel, end_channel, nullptr});
+#endif
     return int(status);
   }
 
-  static constexpr int kOverlap = 100, kNoMemory = 101, kClosed = 102;
-  static constexpr uint64_t kNoAddress = 1;
+  // `status`: the first of all runs that is not 0. A part of a result is no result.
+  int end(int status) {
+    if (status != 0 && p_.control.num_channels > 1) fns_.discard(p_, {0, p_.control.num_channels, nullptr});
+    if (p_.wire == Wire::kPull) take_buffer(status);
+    DCP_NS::release_call(p_.symm, p_.control, p_.stream_idx);
+    endpoint_.end_call();
+    if (status == int(Status::kFaulted) && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    return status;
+  }
+
+  int operator()(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse,
+                 uint64_t seq_lens, uint64_t query_start_loc) {
+    const int code = begin(partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc);
+    return code != 0 ? code : end(run(0, p_.control.num_channels));
+  }
 
  private:
+  // Either the caller wrote into the buffer that it was handed out, or the call copies into one that it was not.
+  int choose_buffer(uint64_t partial_out) {
+    const BufferPair& pair = endpoint_.buffers(p_.stream_idx);
+    p_.copies_to_buffer = !overlap(buffers_, {partial_out, partial_out_bytes_});
+    if (p_.copies_to_buffer) {
+      p_.buffer_idx = pair.handed_out < 0 ? pair.next : 1 - pair.handed_out;
+      return 0;
+    }
+    p_.buffer_idx = partial_out - buffers_.begin < p_.buffer_bytes ? 0 : 1;
+    const Bytes buffer = {buffers_.begin + p_.buffer_idx * p_.buffer_bytes, int64_t(p_.buffer_bytes)};
+    const bool is_inside = partial_out >= buffer.begin && partial_out + uint64_t(partial_out_bytes_) <=
+                                                              buffer.begin + p_.buffer_bytes;
+    return is_inside && p_.buffer_idx == pair.handed_out ? 0 : kStaleBuffer;
+  }
+  void take_buffer(int status) {
+    BufferPair& pair = endpoint_.buffers(p_.stream_idx);
+    if (!p_.copies_to_buffer && status == 0) pair.handed_out = -1;
+    if (p_.copies_to_buffer) pair.next = 1 - p_.buffer_idx;
+    if (pair.next == pair.handed_out) pair.next = 1 - pair.handed_out;
+  }
+
   Endpoint& endpoint_;
-  A2aLseReduceFn run_;
-  A2aLseReduceParams p_ = {};
-  int64_t partial_out_bytes_, partial_lse_bytes_, out_bytes_, out_lse_bytes_;
+  const A2aLseReduceFns& fns_;
+  Bytes buffers_ = {0, 0};
+};
+
+// Over buffers that somebody else exchanges (dcpkernels/collective.py). A chunk is num_rows plain rows; the
+// chunks of the other ranks lie one after the other in `send` and `receive`, in rank order without the own one.
+class A2aLseReduceExchange : Call {
+ public:
+  A2aLseReduceExchange(const std::string& isa, int rank, const Geometry& geometry, int lse_dtype, int lse_base,
+                       int64_t num_tokens, int num_seqs, std::array<int64_t, 8> strides)
+      : Call(geometry, lse_dtype, lse_base, num_tokens, num_seqs, strides), bases_(size_t(geometry.num_ranks)) {
+    const Variant* variant = find_variant(isa.c_str());
+    DCP_CHECK(variant != nullptr, 0);
+    DCP_CHECK(rank >= 0 && rank < geometry.num_ranks, rank);
+    fns_ = variant->a2a_lse_reduce;
+    p_.symm = {bases_.data(), rank, geometry.num_ranks};
+    p_.control.num_channels = 1;
+    p_.num_nonfinite_lse = &num_nonfinite_lse_;
+  }
+
+  int begin(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse, uint64_t seq_lens,
+            uint64_t query_start_loc) {
+    num_nonfinite_lse_ = 0;
+    return place(p_, partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc, {0, 0});
+  }
+  void pack(uint64_t send, int64_t first_row, int64_t num_rows) {
+    const int rank = p_.symm.rank;
+    set_rows(first_row, num_rows);
+    for (int peer = 0; peer < p_.symm.num_ranks; ++peer) {
+      if (peer == rank) continue;
+      // The kernel writes to slot staging_slot(rank, peer) of the peer's staging.
+      bases_[size_t(peer)] = send + chunk(DCP_NS::staging_slot(peer, rank)) - chunk(DCP_NS::staging_slot(rank, peer));
+    }
+    py::gil_scoped_release no_gil;
+    fns_->pack(p_, {0, 1, nullptr});
+  }
+  void merge(uint64_t receive, int64_t first_row, int64_t num_rows) {
+    set_rows(first_row, num_rows);
+    bases_[size_t(p_.symm.rank)] = receive;
+    py::gil_scoped_release no_gil;
+    fns_->merge(p_, {0, 1, nullptr});
+  }
+  void discard() {
+    py::gil_scoped_release no_gil;
+    fns_->discard(p_, {0, 1, nullptr});
+  }
+  uint64_t num_nonfinite_lse() const { return num_nonfinite_lse_; }
+
+ private:
+  void set_rows(int64_t first_row, int64_t num_rows) {
+    p_.first_row = first_row;
+    p_.num_rows = num_rows;
+    p_.staging.offset = 0;
+    p_.staging.num_rows = num_rows;
+  }
+  uint64_t chunk(int slot) const { return uint64_t(slot) * p_.staging.num_rows * p_.staging.row_bytes; }
+
+  const A2aLseReduceFns* fns_;
+  std::vector<uint64_t> bases_;
+  uint64_t num_nonfinite_lse_ = 0;
 };
 
 }  // namespace
 
 void bind_a2a_lse_reduce(py::module_& module) {
-  module.attr("STATUS_OVERLAP") = A2aLseReducePlan::kOverlap;
-  module.attr("STATUS_NO_MEMORY") = A2aLseReducePlan::kNoMemory;
-  module.attr("NO_ADDRESS") = A2aLseReducePlan::kNoAddress;
-  module.attr("STATUS_CLOSED") = A2aLseReducePlan::kClosed;
-  py::class_<A2aLseReducePlan>(module, "A2aLseReducePlan")
-      .def(py::init<Endpoint&, int, int, int, int, int, int64_t, int, int, int64_t, int, uint64_t, uint64_t,
-                    uint64_t, uint64_t, std::array<int64_t, 8>>(),
-           py::keep_alive<1, 2>(), py::kw_only(), py::arg("endpoint"), py::arg("dtype"), py::arg("lse_dtype"),
-           py::arg("lse_base"), py::arg("lane"), py::arg("stream_idx"), py::arg("num_tokens"),
-           py::arg("num_local_heads"), py::arg("head_dim"), py::arg("max_round_rows"), py::arg("num_seqs"),
-           py::arg("payload_offset"), py::arg("row_bytes"), py::arg("lse_offset"), py::arg("lse_row_bytes"),
+  module.attr("NO_ADDRESS") = kNoAddress;
+  py::class_<Geometry>(module, "A2aLseReduceGeometry")
+      .def(py::init<int, int, int, int, int, int, int, int64_t, const StagingLayout&, uint64_t,
+                    const StagingLayout&, uint64_t, uint64_t>(),
+           py::kw_only(), py::arg("wire"), py::arg("dtype"), py::arg("lane"), py::arg("stream_idx"),
+           py::arg("num_ranks"), py::arg("num_local_heads"), py::arg("head_dim"), py::arg("max_round_rows"),
+           py::arg("staging"), py::arg("lse_in_row"), py::arg("unpacked"), py::arg("buffer_offset"),
+           py::arg("buffer_bytes"));
+  const auto addresses = [](auto&& define) {
+    define(py::arg("partial_out"), py::arg("partial_lse"), py::arg("out"), py::arg("out_lse"),
+           py::arg("seq_lens"), py::arg("query_start_loc"));
+  };
+  py::class_<A2aLseReducePlan> plan(module, "A2aLseReducePlan");
+  plan.def(py::init<Endpoint&, const Geometry&, int, int, int64_t, int, std::array<int64_t, 8>>(),
+           py::keep_alive<1, 2>(), py::kw_only(), py::arg("endpoint"), py::arg("geometry"),
+           py::arg("lse_dtype"), py::arg("lse_base"), py::arg("num_tokens"), py::arg("num_seqs"),
            py::arg("strides"))
-      .def("__call__", &A2aLseReducePlan::operator(), py::arg("partial_out"), py::arg("partial_lse"),
-           py::arg("out"), py::arg("out_lse"), py::arg("seq_lens"), py::arg("query_start_loc"));
+      .def("run", &A2aLseReducePlan::run_range, py::arg("first_channel"), py::arg("end_channel"))
+      .def("end", &A2aLseReducePlan::end, py::arg("status"));
+  addresses([&](auto... args) {
+    plan.def("begin", &A2aLseReducePlan::begin, args...).def("__call__", &A2aLseReducePlan::operator(), args...);
+  });
+  py::class_<A2aLseReduceExchange> exchange(module, "A2aLseReduceExchange");
+  exchange
+      .def(py::init<const std::string&, int, const Geometry&, int, int, int64_t, int, std::array<int64_t, 8>>(),
+           py::kw_only(), py::arg("isa"), py::arg("rank"), py::arg("geometry"), py::arg("lse_dtype"),
+           py::arg("lse_base"), py::arg("num_tokens"), py::arg("num_seqs"), py::arg("strides"))
+      .def("pack", &A2aLseReduceExchange::pack, py::arg("send"), py::arg("first_row"), py::arg("num_rows"))
+      .def("merge", &A2aLseReduceExchange::merge, py::arg("receive"), py::arg("first_row"), py::arg("num_rows"))
+      .def("discard", &A2aLseReduceExchange::discard)
+      .def_property_readonly("num_nonfinite_lse", &A2aLseReduceExchange::num_nonfinite_lse);
+  addresses([&](auto... args) { exchange.def("begin", &A2aLseReduceExchange::begin, args...); });
 }
 
 }  // namespace dcp

@@ -9,12 +9,22 @@
 #include <string>
 #include <vector>
 
+#include "host/call.h"
 #include "host/dispatch.h"
 #include "host/region.h"
 
 namespace dcp {
 
 namespace py = pybind11;
+
+// What a call of an op or of the host comes to, beside dcp::Status.
+inline constexpr int kOverlap = 100, kNoMemory = 101, kClosed = 102, kStaleBuffer = 103;
+
+// The two buffers of one lane in pull mode, as the host sees them.
+struct BufferPair {
+  int next = 0;         // which one is handed out next
+  int handed_out = -1;  // which one the caller may write, until the call that takes it
+};
 
 // One rank's end of a workspace. The regions stay mapped as long as it is used: dcpkernels/workspace.py sees
 // to that.
@@ -32,6 +42,7 @@ class Endpoint {
     variant_ = find_variant(isa.c_str());
     if (variant_ == nullptr) throw py::value_error("this processor or build has no CPU variant " + isa);
     symm_ = {bases_.data(), rank, num_ranks};
+    buffers_.resize(size_t(control.num_streams));
     wait_ = {timeout_ns, first_timeout_ns, num_spins, num_yields, &Endpoint::poll_host, this};
   }
   Endpoint(const Endpoint&) = delete;
@@ -41,6 +52,32 @@ class Endpoint {
   const ControlLayout& control() const { return control_; }
   const WaitPolicy& wait() const { return wait_; }
   const Variant& variant() const { return *variant_; }
+
+  // Hands out the buffer that is next on this stream: a Status or one of the codes above, and its index.
+  std::pair<int, int> hand_out_buffer(int stream_idx) {
+    BufferPair& pair = buffers(stream_idx);
+    if (!begin_call()) return {kClosed, -1};
+    Status status = Status::kBusy;
+    if (DCP_NS::claim_call(symm_, control_, stream_idx)) {
+      {
+        py::gil_scoped_release no_gil;
+        status = DCP_NS::acquire_buffer(symm_, control_, wait_, stream_idx, pair.next);
+      }
+      DCP_NS::release_call(symm_, control_, stream_idx);
+    }
+    end_call();
+    if (status != Status::kOk) {
+      if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+      return {int(status), -1};
+    }
+    pair.handed_out = pair.next;
+    pair.next = 1 - pair.next;
+    return {0, pair.handed_out};
+  }
+  BufferPair& buffers(int stream_idx) {
+    DCP_CHECK(stream_idx >= 0 && stream_idx < control_.num_streams, stream_idx);
+    return buffers_[size_t(stream_idx)];
+  }
 
   bool is_poisoned() const {
     require_open();
@@ -78,6 +115,7 @@ class Endpoint {
   SymmView symm_;
   WaitPolicy wait_;
   const Variant* variant_;
+  std::vector<BufferPair> buffers_;
   int num_active_calls_ = 0;
   bool closed_ = false;
 };

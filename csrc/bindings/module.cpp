@@ -63,6 +63,10 @@ PYBIND11_MODULE(_C_cpu, module) {
   module.attr("CHANNEL_BYTES") = sizeof(ChannelState) + sizeof(Doorbell);
   module.attr("STATUS_FAULTED") = int(Status::kFaulted);
   module.attr("STATUS_BUSY") = int(Status::kBusy);
+  module.attr("STATUS_OVERLAP") = kOverlap;
+  module.attr("STATUS_NO_MEMORY") = kNoMemory;
+  module.attr("STATUS_CLOSED") = kClosed;
+  module.attr("STATUS_STALE_BUFFER") = kStaleBuffer;
   module.attr("built_variants") = variants(false);
   module.attr("runnable_variants") = variants(true);
 
@@ -70,6 +74,10 @@ PYBIND11_MODULE(_C_cpu, module) {
       .def(py::init<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, int32_t, int32_t>(), py::kw_only(),
            py::arg("fault_offset"), py::arg("streams_offset"), py::arg("stream_bytes"),
            py::arg("flags_offset"), py::arg("flags_bytes"), py::arg("num_streams"), py::arg("num_channels"));
+
+  py::class_<StagingLayout>(module, "StagingLayout")
+      .def(py::init<uint64_t, uint64_t, int64_t>(), py::kw_only(), py::arg("offset"), py::arg("row_bytes"),
+           py::arg("num_rows"));
 
   py::class_<Endpoint>(module, "Endpoint")
       .def(py::init<int, std::vector<uint64_t>, std::vector<int>, const ControlLayout&, int64_t, int64_t, int,
@@ -81,8 +89,16 @@ PYBIND11_MODULE(_C_cpu, module) {
       .def("is_poisoned", &Endpoint::is_poisoned)
       .def("fault", &fault_dict)
       .def("close", &Endpoint::close)
+      .def("hand_out_buffer", &Endpoint::hand_out_buffer, py::arg("stream_idx"))
       .def("stream_counters", &stream_counters, py::arg("stream_idx"));
 
+  module.def(
+      "call_descriptor",
+      [](int op, int lane, int dtype, int lse_base, int64_t num_tokens) {
+        return DCP_NS::call_descriptor(Op(op), lane, DType(dtype), LseBase(lse_base), num_tokens);
+      },
+      py::kw_only(), py::arg("op"), py::arg("lane"), py::arg("dtype"), py::arg("lse_base"),
+      py::arg("num_tokens"));
   module.def("init_region", &DCP_NS::init_region, py::arg("base"), py::arg("control"), py::arg("num_ranks"),
              py::arg("start_epoch"));
   bind_a2a_lse_reduce(module);

@@ -1,7 +1,8 @@
 // One channel of one call on an epoch stream: the only code that touches flags, epochs and deadlines.
 //
 // A channel's life, in the names of docs/protocol.md: enter, then per round signal (once per peer) and wait
-// (once), then confirm and leave. All of it is called by every thread of the CTA.
+// (once), then confirm and leave. In pull mode acquire comes before a payload is written into a buffer of the
+// region, and release after the last read of the peers' buffers. All of it is called by every thread of the CTA.
 #pragma once
 
 #include "arch/target.h"
@@ -45,6 +46,12 @@ DCP_FN Flag* stream_flag(const SymmView& symm, const ControlLayout& control, int
   return flags + ((epoch & 1) * control.num_channels + channel_idx) * symm.num_ranks + source;
 }
 
+// Where the payload of a round lies in a region: row 0, head 0. Strides in elements.
+struct PayloadPlace {
+  uint64_t offset;
+  int64_t token_stride, head_stride;
+};
+
 class Channel {
  public:
   DCP_FN Channel(const arch::Cta& cta, const SymmView& symm, const ControlLayout& control,
@@ -60,6 +67,7 @@ class Channel {
         mine_(channel_state(symm, control, symm.rank, stream_idx, cta.index())) {}
 
   DCP_FN int parity() const { return int(epoch_ & 1); }
+  DCP_FN uint32_t epoch_low() const { return uint32_t(epoch_); }
   DCP_FN uint64_t* store_hint() const { return &mine_->store_hint; }
 
   // Step `enter`: reads the epoch and says what this rank is about to do.
@@ -73,29 +81,81 @@ class Channel {
     return confirm();
   }
 
-  // Step `signal`: tells `peer` that this channel's rows of this round lie in its staging. Pairs with `wait`
-  // there.
+  // Step `acquire`: returns when every peer has read what this channel last put into buffer `buffer_idx`, so that
+  // it may be written again. Pairs with `release` there.
+  DCP_FN Status acquire(int buffer_idx) const {
+    const uint64_t epoch = mine_->buffer_epochs[buffer_idx];
+    int64_t start_ns = 0;
+    for (int i = 1 + cta_.thread_rank(); epoch != 0 && i < symm_.num_ranks; i += cta_.size()) {
+      if (has_released(symm_.rank, peer_order(symm_, i), epoch)) continue;
+      arch::store_relaxed_sys(&mine_->awaited_release, epoch);
+      if (wait_slow(i, Released{*this, peer_order(symm_, i), epoch}, start_ns) != Status::kOk) break;
+    }
+    cta_.sync();
+    if (cta_.thread_rank() == 0) arch::store_relaxed_sys(&mine_->awaited_release, uint64_t(0));
+    return confirm();
+  }
+  // The same between two calls, for a host that is about to write into the buffer.
+  Status acquire_between_calls(int buffer_idx) {
+    epoch_ = arch::load_acquire_sys(&state_->epoch);
+    return acquire(buffer_idx);
+  }
+
+  // This round's payload lies in buffer `buffer_idx`; peers are about to read it.
+  DCP_FN void lend(int buffer_idx) const {
+    if (cta_.thread_rank() == 0) mine_->buffer_epochs[buffer_idx] = epoch_;
+  }
+
+  // Step `signal`: tells `peer` that this channel's rows of this round are there. Pairs with `wait` there.
   DCP_FN void signal(int peer) const {
     arch::publish_done(cta_);
-    if (cta_.thread_rank() == 0) {
-      arch::signal_flag(stream_flag(symm_, control_, peer, stream_idx_, epoch_, cta_.index(), symm_.rank),
-                        flag_value(epoch_, digest_),
-                        stream_doorbell(symm_, control_, peer, stream_idx_, cta_.index()));
-    }
+    if (cta_.thread_rank() == 0) raise(peer);
+  }
+  // The same in pull mode, where the payload is at `payload` of this rank's region.
+  DCP_FN void signal(int peer, const PayloadPlace& payload) const {
+    arch::publish_done(cta_);
+    if (cta_.thread_rank() != 0) return;
+    Flag* flag = flag_at(peer, symm_.rank);
+    arch::store_relaxed_sys(&flag->payload_offset, payload.offset);
+    arch::store_relaxed_sys(&flag->token_stride, payload.token_stride);
+    arch::store_relaxed_sys(&flag->head_stride, payload.head_stride);
+    raise(peer);
+  }
+  // The same where packets say for themselves that they are there.
+  DCP_FN void signal_unordered(int peer) const {
+    if (cta_.thread_rank() == 0) raise(peer);
+  }
+  // Where `source` said that its payload is; after `wait`.
+  DCP_FN PayloadPlace payload_of(int source) const {
+    const Flag* flag = flag_at(symm_.rank, source);
+    return {arch::load_relaxed_sys(&flag->payload_offset), arch::load_relaxed_sys(&flag->token_stride),
+            arch::load_relaxed_sys(&flag->head_stride)};
   }
 
   // Step `wait`: returns when every peer's `signal` of this round has been seen, or with kFaulted.
   DCP_FN Status wait() const {
-    const uint64_t expected = flag_value(epoch_, digest_);
     int64_t start_ns = 0;  // of the first look that found nothing: one deadline for all peers
     for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks; i += cta_.size()) {
-      Flag* flag = own_flag(peer_order(symm_, i));
-      if (arch::load_acquire_sys(&flag->value) != expected && wait_slow(i, expected, start_ns) != Status::kOk)
-        break;
+      if (wait_for(i, Signalled{*this, flag_at(symm_.rank, peer_order(symm_, i))}, start_ns) != Status::kOk) break;
     }
     cta_.sync();
     if (cta_.thread_rank() == 0) ++mine_->num_rounds;
     return confirm();
+  }
+
+  // Returns when `there()` is true, or with kFaulted: for what comes with a signal of the peer at place
+  // `order_idx`, but without waiting for its flag.
+  template <class There>
+  DCP_FN Status wait_for_packet(int order_idx, const There& there, int64_t& start_ns) const {
+    return wait_for(order_idx, OfSignal<There>{*this, there}, start_ns);
+  }
+
+  // Step `release`: this channel has read all that it wanted of the peers' buffers. Pairs with `acquire` there.
+  DCP_FN void release() const {
+    cta_.sync();
+    for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks; i += cta_.size()) {
+      arch::store_release_sys(&flag_at(peer_order(symm_, i), symm_.rank)->released, epoch_);
+    }
   }
 
   // Goes on to the next round of the same call.
@@ -104,10 +164,17 @@ class Channel {
     if (cta_.thread_rank() == 0) arch::store_release_sys(&mine_->in_flight, epoch_);
   }
 
-  // Step `confirm`: after the last read of peer memory. A rank that was late must not trust what it read once
-  // the others have given up on it. One thread looks, so that all threads of a CTA take the same way.
+  // A look at the own poison word. One thread looks, so that all threads of a CTA take the same way.
   DCP_FN Status confirm() const {
     const bool faulted = cta_.thread_rank() == 0 && is_poisoned(symm_, control_);
+    return Status(cta_.broadcast(int(faulted ? Status::kFaulted : Status::kOk)));
+  }
+  // Step `confirm`: after the last read of peer memory. A rank that was late must not trust what it read once
+  // the others have given up on it: they may write there again.
+  DCP_FN Status confirm_reads() const {
+    cta_.sync();
+    const bool faulted =
+        cta_.thread_rank() == 0 && arch::load_after_reads_sys(own_poison(symm_, control_)) != 0;
     return Status(cta_.broadcast(int(faulted ? Status::kFaulted : Status::kOk)));
   }
 
@@ -127,14 +194,58 @@ class Channel {
   }
 
  private:
-  DCP_FN Flag* own_flag(int source) const {
-    return stream_flag(symm_, control_, symm_.rank, stream_idx_, epoch_, cta_.index(), source);
+  // What a wait may be for. There(): is it there? missing(): which peers have not done their part?
+  struct Signalled {
+    const Channel& channel;
+    const Flag* flag;
+    DCP_FN bool there() const { return arch::load_acquire_sys(&flag->value) == channel.expected_flag(); }
+    DCP_FN uint64_t missing() const {
+      return channel.missing_at(channel.symm_.rank, channel.stream_idx_, channel.epoch_);
+    }
+  };
+  template <class There>
+  struct OfSignal {
+    const Channel& channel;
+    const There& is_there;
+    DCP_FN bool there() const { return is_there(); }
+    DCP_FN uint64_t missing() const {
+      return channel.missing_at(channel.symm_.rank, channel.stream_idx_, channel.epoch_);
+    }
+  };
+  struct Released {
+    const Channel& channel;
+    int peer;
+    uint64_t epoch;
+    DCP_FN bool there() const { return channel.has_released(channel.symm_.rank, peer, epoch); }
+    DCP_FN uint64_t missing() const { return channel.not_released(channel.symm_.rank, epoch); }
+  };
+
+  DCP_FN uint64_t expected_flag() const { return flag_value(epoch_, digest_); }
+  // The flag of this round in `owner`'s region that `source` raises.
+  DCP_FN Flag* flag_at(int owner, int source) const {
+    return stream_flag(symm_, control_, owner, stream_idx_, epoch_, cta_.index(), source);
+  }
+  DCP_FN void raise(int peer) const {
+    arch::signal_flag(flag_at(peer, symm_.rank), expected_flag(),
+                      stream_doorbell(symm_, control_, peer, stream_idx_, cta_.index()));
+  }
+  // Epochs of one parity only grow, so "at least" is exact, also long after.
+  DCP_FN bool has_released(int owner, int reader, uint64_t epoch) const {
+    const Flag* flag = stream_flag(symm_, control_, owner, stream_idx_, epoch, cta_.index(), reader);
+    return arch::load_acquire_sys(&flag->released) >= epoch;
   }
 
+  template <class Awaited>
+  DCP_FN Status wait_for(int order_idx, const Awaited& awaited, int64_t& start_ns) const {
+    return awaited.there() ? Status::kOk : wait_slow(order_idx, awaited, start_ns);
+  }
   // core/wait.h
-  Status wait_slow(int order_idx, uint64_t expected, int64_t& start_ns) const;
+  template <class Awaited>
+  Status wait_slow(int order_idx, const Awaited& awaited, int64_t& start_ns) const;
   void expire(uint64_t missing, int64_t waited_ns) const;
   uint64_t missing_at(int rank, int stream_idx, uint64_t epoch) const;
+  uint64_t not_released(int owner, uint64_t epoch) const;
+  uint64_t unmet_waits(int peer) const;
   uint64_t blame(uint64_t missing) const;
   bool waits_elsewhere(int peer, uint64_t* call) const;
   int stream_where_waiting(int peer, int first_stream) const;

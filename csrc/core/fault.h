@@ -22,15 +22,18 @@ struct FaultReport {
   uint64_t waited_ns;
 };
 
+DCP_FN uint64_t* own_poison(const SymmView& symm, const ControlLayout& control) {
+  return &symm_own<FaultRecord>(symm, control.fault_offset)->poison;
+}
 DCP_FN bool is_poisoned(const SymmView& symm, const ControlLayout& control) {
-  return arch::load_acquire_sys(&symm_own<FaultRecord>(symm, control.fault_offset)->poison) != 0;
+  return arch::load_acquire_sys(own_poison(symm, control)) != 0;
 }
 
 // Poisons every peer with the cause that this rank knows. A rank that only adopts a cause forwards it too:
 // the reporter may have died half-way through its peers, and this rank will not signal any more
 // (tests/protocol finds the hang).
-DCP_NOINLINE void forward_fault(const SymmView& symm, const ControlLayout& control) {
-  const uint64_t word = arch::load_acquire_sys(&symm_own<FaultRecord>(symm, control.fault_offset)->poison);
+DCP_OUTLINE void forward_fault(const SymmView& symm, const ControlLayout& control) {
+  const uint64_t word = arch::load_acquire_sys(own_poison(symm, control));
   for (int i = 1; i < symm.num_ranks; ++i) {
     FaultRecord* theirs = symm_at<FaultRecord>(symm, peer_order(symm, i), control.fault_offset);
     arch::compare_exchange_sys(&theirs->poison, uint64_t(0), word);
@@ -40,7 +43,7 @@ DCP_NOINLINE void forward_fault(const SymmView& symm, const ControlLayout& contr
 // Reports a fault unless one is known already: the first cause stays. This rank is poisoned first, so that it
 // publishes nothing more; the record is complete before any peer can see the word; every peer is poisoned
 // before the kernel returns.
-DCP_NOINLINE void report_fault(const SymmView& symm, const ControlLayout& control,
+DCP_OUTLINE void report_fault(const SymmView& symm, const ControlLayout& control,
                                const FaultReport& report) {
   FaultRecord* record = symm_own<FaultRecord>(symm, control.fault_offset);
   int peer = 0;

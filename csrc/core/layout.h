@@ -6,11 +6,13 @@
 
 namespace dcp::DCP_NS {
 
-// Staging slot of `source` in the region of `owner`. A rank never sends to itself, so there are num_ranks - 1
-// slots.
-DCP_FN int staging_slot(int source, int owner, int num_ranks) {
-  const int distance = source - owner;
-  return (distance > 0 ? distance : distance + num_ranks) - 1;
+// Staging slot of `source` in the region of `owner`: rank order without the owner, who never sends to itself.
+DCP_FN int staging_slot(int source, int owner) { return source < owner ? source : source - 1; }
+
+// The offset of one staging row; the same in every region.
+DCP_FN uint64_t staging_row(const StagingLayout& staging, int num_ranks, int parity, int slot, int64_t row) {
+  const uint64_t index = (uint64_t(parity) * (num_ranks - 1) + slot) * staging.num_rows + row;
+  return staging.offset + index * staging.row_bytes;
 }
 
 // Rows of one channel among `num_rows` staging rows: channel_idx, channel_idx + num_channels, ... The owner

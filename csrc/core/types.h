@@ -26,10 +26,26 @@ enum class DType : uint8_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 enum class LseBase : uint8_t { kE = 0, k2 = 1 };
 enum class Op : uint8_t { kA2aLseReduce = 1 };
 
+// How payload gets from a source to the owner of its heads; one for all ranks of a workspace.
+enum class Wire : uint8_t {
+  kPush = 0,       // the source stores it into the owner's staging, then raises a flag
+  kPull = 1,       // it stays in the source's region; the owner reads it there
+  kPacket8 = 2,    // pushed in packets that carry their own flag: 4 bytes of payload and 4 of flag
+  kPacket16 = 3,   // 12 + 4
+  kPacket128 = 4,  // 120 + 8
+};
+
 enum class Status : int {
   kOk = 0,
   kFaulted = 1,  // the fault record says what happened; output rows are NaN
   kBusy = 2,     // a call on this epoch stream is in flight; nothing was touched
+  kLaunchFailed = 3,  // the device did not take the kernel
+};
+
+// Which channels of a kernel run in this launch, and where. A GPU runs all of them in one launch.
+struct Launch {
+  int32_t first_channel, end_channel;
+  void* stream;  // of the device; null on a CPU, where the calling thread runs them
 };
 
 enum class FaultKind : uint8_t {
@@ -40,11 +56,16 @@ enum class FaultKind : uint8_t {
   kInterrupted = 4,  // this rank was interrupted (Ctrl-C) while it waited
 };
 
-// One flag per [parity][channel][peer], written by that peer only. A line of its own: W writers share no
-// line.
+// One flag per [parity][channel][source], written by that source only. A line of its own: W writers share no
+// line, and what belongs to a signal comes with it.
 struct alignas(64) Flag {
   uint64_t value;  // epoch (low 32 bits) in the low half, digest of the call in the high half
-  uint64_t unused[7];
+  // Wire::kPull. Where the payload of this round begins in the source's region, written before `value`.
+  uint64_t payload_offset;
+  int64_t token_stride, head_stride;  // in elements
+  // Wire::kPull. The last epoch of this parity in which the source has read all that it wanted from here.
+  uint64_t released;
+  uint64_t unused[3];
 };
 
 // One per [channel], for an owner that sleeps (CPU only): it is woken once, by the signal that completes its
@@ -83,7 +104,9 @@ struct alignas(64) ChannelState {
   uint64_t num_rounds;  // completed; each brings a ring from every peer
   uint64_t store_hint;  // arch::PeerStores: what this channel has learnt about stores to peers; read by
                         // nobody else
-  uint64_t unused[5];
+  uint64_t buffer_epochs[2];  // Wire::kPull: the last epoch in which peers were to read each of the two buffers
+  uint64_t awaited_release;   // 0, or the epoch whose readers this rank waits for, in a call or before one
+  uint64_t unused[2];
 };
 
 // Where the control words lie in every rank's region (byte offsets, the same on all ranks).
@@ -97,6 +120,13 @@ struct ControlLayout {
   uint64_t flags_bytes;
   int32_t num_streams;
   int32_t num_channels;
+};
+
+// Rows that peers write: [parity][slot][row], `row_bytes` apart, at `offset` of every rank's region.
+struct StagingLayout {
+  uint64_t offset;
+  uint64_t row_bytes;
+  int64_t num_rows;  // of one slot
 };
 
 // What the host can tell a waiting kernel. A GPU kernel never hears of either.

@@ -6,13 +6,12 @@
 
 namespace dcp::DCP_NS {
 
-#define DCP_COLD inline __attribute__((noinline, cold))
-
-// Waits for the flag of the peer at place `order_idx`. Three answers end it: the expected flag, a flag that
-// cannot be (mismatch), or a fault (poison, deadline, a lost peer, an interrupt).
-DCP_COLD Status Channel::wait_slow(int order_idx, uint64_t expected, int64_t& start_ns) const {
+// Waits for the peer at place `order_idx`. Three answers end it: what is awaited is there, the peer's flag is one
+// that cannot be (mismatch), or a fault (poison, deadline, a lost peer, an interrupt).
+template <class Awaited>
+DCP_OUTLINE Status Channel::wait_slow(int order_idx, const Awaited& awaited, int64_t& start_ns) const {
   const int peer = peer_order(symm_, order_idx);
-  Flag* flag = own_flag(peer);
+  const Flag* flag = flag_at(symm_.rank, peer);
   const uint32_t not_yet = uint32_t(previous_epoch(previous_epoch(epoch_)));
   const int64_t timeout_ns = deadline_ns(policy_, is_first_call_);
   int64_t next_host_poll_ns = 0;
@@ -20,8 +19,8 @@ DCP_COLD Status Channel::wait_slow(int order_idx, uint64_t expected, int64_t& st
   arch::Backoff backoff(policy_, doorbell, uint32_t((mine_->num_rounds + 1) * (symm_.num_ranks - 1)));
   for (;;) {
     const uint64_t seen = arch::load_acquire_sys(&flag->value);
-    if (seen == expected) return Status::kOk;
-    if (uint32_t(seen) != not_yet) {
+    if (awaited.there()) return Status::kOk;
+    if (seen != expected_flag() && uint32_t(seen) != not_yet) {
       // Same epoch and another digest, or an epoch that this rank is not in: the peer made another call.
       const StreamState* theirs = stream_state(symm_, control_, peer, stream_idx_);
       report(FaultKind::kMismatch, rank_bit(peer), arch::load_relaxed_sys(&theirs->call), 0);
@@ -42,7 +41,7 @@ DCP_COLD Status Channel::wait_slow(int order_idx, uint64_t expected, int64_t& st
         }
         // A peer may have signalled, finished and left, and all may have come between the look at the flag
         // and the look at the clock: only what is missing now counts.
-        const uint64_t missing = missing_at(symm_.rank, stream_idx_, epoch_);
+        const uint64_t missing = awaited.missing();
         if ((events.lost_peers & missing) != 0) {
           report(FaultKind::kPeerLost, events.lost_peers & missing, 0, now_ns - start_ns);
           return Status::kFaulted;
@@ -59,7 +58,7 @@ DCP_COLD Status Channel::wait_slow(int order_idx, uint64_t expected, int64_t& st
 
 // The deadline has passed: names the ranks at fault, and tells a late peer from one that waits in another
 // call.
-DCP_COLD void Channel::expire(uint64_t missing, int64_t waited_ns) const {
+DCP_OUTLINE void Channel::expire(uint64_t missing, int64_t waited_ns) const {
   const uint64_t blamed = blame(missing);
   for (int peer = 0; peer < symm_.num_ranks; ++peer) {
     uint64_t call = 0;
@@ -71,7 +70,7 @@ DCP_COLD void Channel::expire(uint64_t missing, int64_t waited_ns) const {
 }
 
 // The peers whose flag of round `epoch` has not reached `rank`, on this channel.
-DCP_COLD uint64_t Channel::missing_at(int rank, int stream_idx, uint64_t epoch) const {
+DCP_OUTLINE uint64_t Channel::missing_at(int rank, int stream_idx, uint64_t epoch) const {
   uint64_t missing = 0;
   for (int source = 0; source < symm_.num_ranks; ++source) {
     if (source == rank) continue;
@@ -81,18 +80,34 @@ DCP_COLD uint64_t Channel::missing_at(int rank, int stream_idx, uint64_t epoch) 
   return missing;
 }
 
+// The peers that have not read all that `owner` lent them in `epoch`, on this channel.
+DCP_OUTLINE uint64_t Channel::not_released(int owner, uint64_t epoch) const {
+  uint64_t missing = 0;
+  for (int reader = 0; reader < symm_.num_ranks; ++reader) {
+    if (reader != owner && !has_released(owner, reader, epoch)) missing |= rank_bit(reader);
+  }
+  return missing;
+}
+
+// The ranks that `peer` itself waits for; none: it does not wait.
+DCP_OUTLINE uint64_t Channel::unmet_waits(int peer) const {
+  const ChannelState* theirs = channel_state(symm_, control_, peer, stream_idx_, cta_.index());
+  const uint64_t lent = arch::load_relaxed_sys(&theirs->awaited_release);
+  if (lent != 0) return not_released(peer, lent);
+  const uint64_t epoch = arch::load_acquire_sys(&theirs->in_flight);
+  return epoch == 0 ? 0 : missing_at(peer, stream_idx_, epoch);
+}
+
 // Follows the chain of waits: a missing peer that is itself in a call and has unmet waits is a victim, not a
 // culprit. Without this, a rank whose deadline happens to end first would name its neighbour instead of the
 // rank that stopped.
-DCP_COLD uint64_t Channel::blame(uint64_t missing) const {
+DCP_OUTLINE uint64_t Channel::blame(uint64_t missing) const {
   uint64_t blamed = 0, visited = rank_bit(symm_.rank), frontier = missing;
   while (frontier != 0) {
     const int peer = __builtin_ctzll(frontier);
     frontier &= ~rank_bit(peer);
     visited |= rank_bit(peer);
-    const ChannelState* theirs = channel_state(symm_, control_, peer, stream_idx_, cta_.index());
-    const uint64_t epoch = arch::load_acquire_sys(&theirs->in_flight);
-    const uint64_t unmet = epoch == 0 ? 0 : missing_at(peer, stream_idx_, epoch);
+    const uint64_t unmet = unmet_waits(peer);
     if (unmet == 0) {
       blamed |= rank_bit(peer);
     } else {
@@ -105,7 +120,7 @@ DCP_COLD uint64_t Channel::blame(uint64_t missing) const {
 // True when `peer` waits in another epoch stream for this rank, which does not come there: the two made
 // different calls. With lanes in several threads a peer waits elsewhere for moments all the time; so it must
 // still be the same round after a while.
-DCP_COLD bool Channel::waits_elsewhere(int peer, uint64_t* call) const {
+DCP_OUTLINE bool Channel::waits_elsewhere(int peer, uint64_t* call) const {
   const int stream_idx = stream_where_waiting(peer, 0);
   if (stream_idx < 0) return false;
   const ChannelState* theirs = channel_state(symm_, control_, peer, stream_idx, cta_.index());
@@ -119,7 +134,7 @@ DCP_COLD bool Channel::waits_elsewhere(int peer, uint64_t* call) const {
 }
 
 // The first epoch stream from `first_stream` on in which `peer` waits for a round of this rank; -1: none.
-DCP_COLD int Channel::stream_where_waiting(int peer, int first_stream) const {
+DCP_OUTLINE int Channel::stream_where_waiting(int peer, int first_stream) const {
   for (int stream_idx = first_stream; stream_idx < control_.num_streams; ++stream_idx) {
     if (stream_idx == stream_idx_) continue;
     const ChannelState* theirs = channel_state(symm_, control_, peer, stream_idx, cta_.index());
@@ -131,12 +146,10 @@ DCP_COLD int Channel::stream_where_waiting(int peer, int first_stream) const {
   return -1;
 }
 
-DCP_COLD void Channel::report(FaultKind kind, uint64_t ranks, uint64_t peer_call, int64_t waited_ns) const {
+DCP_OUTLINE void Channel::report(FaultKind kind, uint64_t ranks, uint64_t peer_call, int64_t waited_ns) const {
   report_fault(
       symm_, control_,
       {kind, Op(call_ >> 56), int(call_ >> 48 & 0xff), ranks, epoch_, call_, peer_call, uint64_t(waited_ns)});
 }
-
-#undef DCP_COLD
 
 }  // namespace dcp::DCP_NS

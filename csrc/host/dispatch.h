@@ -7,9 +7,9 @@
 
 namespace dcp {
 
-#define DCP_DECLARE_OPS(ns)                                \
-  namespace ns {                                           \
-  Status a2a_lse_reduce(const A2aLseReduceParams& params); \
+#define DCP_DECLARE_OPS(ns)                    \
+  namespace ns {                               \
+  extern const A2aLseReduceFns a2a_lse_reduce; \
   }
 #if defined(DCP_HAVE_V4)
 DCP_DECLARE_OPS(v4)
@@ -24,7 +24,7 @@ DCP_DECLARE_OPS(baseline)
 struct Variant {
   const char* name;
   bool (*runs_here)();
-  A2aLseReduceFn a2a_lse_reduce;
+  const A2aLseReduceFns* a2a_lse_reduce;
 };
 
 #if defined(DCP_HAVE_V4) || defined(DCP_HAVE_V3)
@@ -43,12 +43,12 @@ inline bool runs_v4() {
 
 inline constexpr Variant kVariants[] = {
 #if defined(DCP_HAVE_V4)
-    {"v4", runs_v4, v4::a2a_lse_reduce},
+    {"v4", runs_v4, &v4::a2a_lse_reduce},
 #endif
 #if defined(DCP_HAVE_V3)
-    {"v3", runs_v3, v3::a2a_lse_reduce},
+    {"v3", runs_v3, &v3::a2a_lse_reduce},
 #endif
-    {"baseline", [] { return true; }, baseline::a2a_lse_reduce},
+    {"baseline", [] { return true; }, &baseline::a2a_lse_reduce},
 };
 
 // The variant of that name, or the best for "auto". Null: there is none, or the processor cannot run it.

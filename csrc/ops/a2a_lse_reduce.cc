@@ -5,6 +5,7 @@
 #include "core/channel.h"
 #include "core/layout.h"
 #include "core/lse.h"
+#include "core/packet.h"
 #include "core/tile.h"
 
 namespace dcp::DCP_NS {
@@ -19,6 +20,12 @@ struct Shared {
   float live_weight[Lanes::kMaxGroups][kMaxRanks];
   const void* live_source[Lanes::kMaxGroups][kMaxRanks];
 };
+
+template <Wire kWire>
+inline constexpr int kPacketBytes = kWire == Wire::kPacket8     ? 8
+                                    : kWire == Wire::kPacket16  ? 16
+                                    : kWire == Wire::kPacket128 ? 128
+                                                                : 0;
 
 // Rows [first_row, first_row + num_rows) of the call are rows [0, num_rows) of the staging in this round.
 struct Round {
@@ -37,9 +44,22 @@ DCP_FN int64_t rows_per_round(const Params& p) {
 
 DCP_FN ShardMask shard_mask(const Params& p) { return {p.seq_lens, p.query_start_loc, p.num_seqs}; }
 
-DCP_FN uint64_t staging_row(const Params& p, int source, int owner, const Round& round, int64_t row) {
-  const uint64_t slot = uint64_t(staging_slot(source, owner, p.symm.num_ranks));
-  return (uint64_t(round.parity) * (p.symm.num_ranks - 1) + slot) * p.max_round_rows + row;
+// The staging row of `source` in the region of `owner`.
+DCP_FN uint64_t staged_row(const Params& p, int source, int owner, const Round& round, int64_t row) {
+  return staging_row(p.staging, p.symm.num_ranks, round.parity, staging_slot(source, owner), row);
+}
+
+// The plain row of `source` in this rank's own region: the staging row itself, but for packets.
+template <Wire kWire>
+DCP_FN uint64_t plain_row(const Params& p, int source, const Round& round, int64_t row) {
+  if constexpr (kPacketBytes<kWire> == 0) return staged_row(p, source, p.symm.rank, round, row);
+  return staging_row(p.unpacked, p.symm.num_ranks, 0, staging_slot(source, p.symm.rank), row);
+}
+
+template <class T>
+DCP_FN const T* own_head(const Params& p, int64_t token, int head) {
+  return static_cast<const T*>(p.partial_out) + token * p.partial_out_token_stride +
+         head * p.partial_out_head_stride;
 }
 
 // This rank's LSE of one (token, head); -inf when the shard is empty. `num_nonfinite` counts those that are
@@ -54,34 +74,99 @@ DCP_FN float own_lse(const Params& p, int64_t token, int head, bool is_empty, ui
   return -__builtin_inff();
 }
 
-// Step `publish`: this channel's rows of this round into `peer`'s staging.
+// `num_heads` heads of one row of partial_out, from `first_head` on, to contiguous memory.
 template <class T>
-DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round, int peer,
+DCP_FN void copy_heads(const arch::Cta& cta, const Params& p, const arch::PeerStores& stores, char* to,
+                       int64_t token, int first_head, int num_heads) {
+  const int64_t head_bytes = int64_t(p.head_dim) * sizeof(T);
+  if (p.partial_out_head_stride == p.head_dim) {
+    stores.copy(cta, to, own_head<T>(p, token, first_head), head_bytes * num_heads);
+    return;
+  }
+  for (int h = 0; h < num_heads; ++h) {
+    stores.copy(cta, to + h * head_bytes, own_head<T>(p, token, first_head + h), head_bytes);
+  }
+}
+
+// Step `publish`: this channel's rows of this round into `peer`'s staging.
+template <class T, Wire kWire>
+DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round, int peer, uint32_t epoch,
                     const arch::PeerStores& stores, uint64_t& num_nonfinite) {
   const ShardMask mask = shard_mask(p);
   const ChannelRows rows = channel_rows(cta.index(), p.control.num_channels);
   const int first_head = peer * p.num_local_heads;
-  const int64_t head_bytes = int64_t(p.head_dim) * sizeof(T);
   for (int64_t row = rows.first; row < round.num_rows; row += rows.step) {
     const int64_t token = round.first_row + row;
     const bool is_empty = mask.is_empty(token);
-    const uint64_t to = staging_row(p, p.symm.rank, peer, round, row);
-    float* lse = symm_at<float>(p.symm, peer, p.lse_offset + to * p.lse_row_bytes);
-    for (int h = cta.thread_rank(); h < p.num_local_heads; h += cta.size()) {
-      lse[h] = own_lse(p, token, first_head + h, is_empty, num_nonfinite);
-    }
-    if (is_empty) continue;
-    char* payload = symm_at<char>(p.symm, peer, p.payload_offset + to * p.row_bytes);
-    const T* source = static_cast<const T*>(p.partial_out) + token * p.partial_out_token_stride +
-                      first_head * p.partial_out_head_stride;
-    if (p.partial_out_head_stride == p.head_dim) {
-      stores.copy(cta, payload, source, head_bytes * p.num_local_heads);
+    char* to = symm_at<char>(p.symm, peer, staged_row(p, p.symm.rank, peer, round, row));
+    const auto lse = [&](int h) { return own_lse(p, token, first_head + h, is_empty, num_nonfinite); };
+    if constexpr (kPacketBytes<kWire> > 0) {
+      const PacketRow<T, kPacketBytes<kWire>> packets = {p.num_local_heads, p.head_dim};
+      const auto source = [&](int h) { return own_head<T>(p, token, first_head + h); };
+      for (int k = cta.thread_rank(); k < packets.num_packets(); k += cta.size()) {
+        packets.store(to, k, epoch, lse, source);
+      }
     } else {
-      for (int h = 0; h < p.num_local_heads; ++h) {
-        stores.copy(cta, payload + h * head_bytes, source + h * p.partial_out_head_stride, head_bytes);
+      float* staged_lse = reinterpret_cast<float*>(to + p.lse_in_row);
+      for (int h = cta.thread_rank(); h < p.num_local_heads; h += cta.size()) staged_lse[h] = lse(h);
+      if (kWire == Wire::kPush && !is_empty) {
+        copy_heads<T>(cta, p, stores, to, token, first_head, p.num_local_heads);
       }
     }
   }
+}
+
+// Step `acquire`, the second half: this channel's rows, without this rank's own heads, into a buffer that peers
+// can read. An empty row is not read there.
+template <class T>
+DCP_FN void copy_to_buffer(const arch::Cta& cta, const Params& p, const Round& round, const PayloadPlace& place,
+                           const arch::PeerStores& stores) {
+  const ShardMask mask = shard_mask(p);
+  const ChannelRows rows = channel_rows(cta.index(), p.control.num_channels);
+  const int first_own = p.symm.rank * p.num_local_heads, end_own = first_own + p.num_local_heads;
+  const int64_t head_bytes = int64_t(p.head_dim) * sizeof(T);
+  for (int64_t row = rows.first; row < round.num_rows; row += rows.step) {
+    const int64_t token = round.first_row + row;
+    if (mask.is_empty(token)) continue;
+    char* to = symm_own<char>(p.symm, place.offset) + row * place.token_stride * int64_t(sizeof(T));
+    copy_heads<T>(cta, p, stores, to, token, 0, first_own);
+    copy_heads<T>(cta, p, stores, to + end_own * head_bytes, token, end_own,
+                  p.symm.num_ranks * p.num_local_heads - end_own);
+  }
+}
+
+// Where peers find the payload of this round.
+template <class T>
+DCP_FN PayloadPlace payload_place(const Params& p, const Round& round) {
+  if (p.copies_to_buffer) {
+    return {p.buffer_offset + p.buffer_idx * p.buffer_bytes,
+            int64_t(p.symm.num_ranks) * p.num_local_heads * p.head_dim, p.head_dim};
+  }
+  const uint64_t first = reinterpret_cast<uint64_t>(own_head<T>(p, round.first_row, 0));
+  return {first - p.symm.bases[p.symm.rank], p.partial_out_token_stride, p.partial_out_head_stride};
+}
+
+// Step `receive`: unpacks this channel's rows. A packet that does not come ends it, with kFaulted.
+template <class T, Wire kWire>
+DCP_FN Status receive(const arch::Cta& cta, const Params& p, const Round& round, uint32_t epoch,
+                      const Channel& channel) {
+  const PacketRow<T, kPacketBytes<kWire>> packets = {p.num_local_heads, p.head_dim};
+  const ChannelRows rows = channel_rows(cta.index(), p.control.num_channels);
+  int64_t start_ns = 0;
+  Status status = Status::kOk;
+  for (int i = 1; i < p.symm.num_ranks; ++i) {
+    const int source = peer_order(p.symm, i);
+    for (int64_t row = rows.first; row < round.num_rows && status == Status::kOk; row += rows.step) {
+      const char* from = symm_own<char>(p.symm, staged_row(p, source, p.symm.rank, round, row));
+      char* to = symm_own<char>(p.symm, plain_row<kWire>(p, source, round, row));
+      float* lse = reinterpret_cast<float*>(to + p.lse_in_row);
+      for (int k = cta.thread_rank(); k < packets.num_packets() && status == Status::kOk; k += cta.size()) {
+        const auto there = [&] { return packets.try_load(from, k, epoch, lse, reinterpret_cast<T*>(to)); };
+        status = channel.wait_for_packet(i, there, start_ns);
+      }
+    }
+  }
+  return channel.confirm();  // a thread that gave up has seen or written poison: now all know
 }
 
 // Heads [first_head, first_head + num_heads) of one row, num_heads <= kHeadTile.
@@ -94,6 +179,7 @@ struct Tile {
 
 // The weights of a tile: weight[s][h] = exp(lse_s - max) / sum, 0 for an empty shard. Every head goes through
 // the shards in rank order; the tile's heads go side by side.
+template <Wire kWire>
 DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round, const Tile& tile,
                          bool own_is_empty, float (*weight)[arch::kHeadTile], uint64_t& num_nonfinite) {
   const int num_ranks = p.symm.num_ranks, rank = p.symm.rank;
@@ -101,8 +187,8 @@ DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round
   for (int s = 0; s < num_ranks; ++s) {
     const float* staged = nullptr;
     if (s != rank) {
-      const uint64_t from = staging_row(p, s, rank, round, tile.row);
-      staged = symm_own<const float>(p.symm, p.lse_offset + from * p.lse_row_bytes) + tile.first_head;
+      const uint64_t from = plain_row<kWire>(p, s, round, tile.row);
+      staged = symm_own<const float>(p.symm, from + p.lse_in_row) + tile.first_head;
     }
     for (int h = lanes.rank(); h < arch::kHeadTile; h += lanes.size()) {
       if (h >= tile.num_heads) {
@@ -135,21 +221,23 @@ DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round
 
 // Lists the shards of one head that have weight, in rank order. The others drop out: what they hold is never
 // read, and 0 x NaN never happens.
-template <class T>
-DCP_FN int list_live(const Params& p, const Round& round, const Tile& tile, int h,
+template <class T, Wire kWire>
+DCP_FN int list_live(const Params& p, const Channel* channel, const Round& round, const Tile& tile, int h,
                      const float (*weight)[arch::kHeadTile], float* live_weight, const void** live_source) {
-  const int rank = p.symm.rank, head = tile.first_head + h;
+  const int rank = p.symm.rank, head = tile.first_head + h, global_head = rank * p.num_local_heads + head;
   int num_live = 0;
   for (int s = 0; s < p.symm.num_ranks; ++s) {
     if (weight[s][h] == 0.0f) continue;
     live_weight[num_live] = weight[s][h];
     if (s == rank) {
-      live_source[num_live] = static_cast<const T*>(p.partial_out) + tile.token * p.partial_out_token_stride +
-                              (rank * p.num_local_heads + head) * p.partial_out_head_stride;
-    } else {
-      const uint64_t from = staging_row(p, s, rank, round, tile.row);
+      live_source[num_live] = own_head<T>(p, tile.token, global_head);
+    } else if constexpr (kWire == Wire::kPull) {
+      const PayloadPlace at = channel->payload_of(s);
       live_source[num_live] =
-          symm_own<const T>(p.symm, p.payload_offset + from * p.row_bytes) + int64_t(head) * p.head_dim;
+          symm_at<const T>(p.symm, s, at.offset) + tile.row * at.token_stride + global_head * at.head_stride;
+    } else {
+      const uint64_t from = plain_row<kWire>(p, s, round, tile.row);
+      live_source[num_live] = symm_own<const T>(p.symm, from) + int64_t(head) * p.head_dim;
     }
     ++num_live;
   }
@@ -157,8 +245,9 @@ DCP_FN int list_live(const Params& p, const Round& round, const Tile& tile, int 
 }
 
 // Step `reduce`: this channel's rows of this round.
-template <class T>
-DCP_FN void reduce(const arch::Cta& cta, const Params& p, const Round& round, uint64_t& num_nonfinite) {
+template <class T, Wire kWire>
+DCP_FN void reduce(const arch::Cta& cta, const Params& p, const Channel* channel, const Round& round,
+                   uint64_t& num_nonfinite) {
   Shared& shared = cta.shared<Shared>();
   const Lanes lanes(cta);
   const ShardMask mask = shard_mask(p);
@@ -173,10 +262,12 @@ DCP_FN void reduce(const arch::Cta& cta, const Params& p, const Round& round, ui
     const int first_head = int(item % num_tiles) * arch::kHeadTile,
               heads_left = p.num_local_heads - first_head;
     const Tile tile = {row, token, first_head, heads_left < arch::kHeadTile ? heads_left : arch::kHeadTile};
-    tile_weights(lanes, p, round, tile, mask.is_empty(token), weight, num_nonfinite);
+    tile_weights<kWire>(lanes, p, round, tile, mask.is_empty(token), weight, num_nonfinite);
     for (int h = 0; h < tile.num_heads; ++h) {
       int num_live = 0;
-      if (lanes.rank() == 0) num_live = list_live<T>(p, round, tile, h, weight, live_weight, live_source);
+      if (lanes.rank() == 0) {
+        num_live = list_live<T, kWire>(p, channel, round, tile, h, weight, live_weight, live_source);
+      }
       num_live = lanes.broadcast(num_live);
       T* out = static_cast<T*>(p.out) + token * p.out_token_stride + (first_head + h) * p.out_head_stride;
       weighted_sum_row(lanes, out, reinterpret_cast<const T* const*>(live_source), live_weight, num_live,
@@ -203,64 +294,154 @@ DCP_FN void poison_output(const arch::Cta& cta, const Params& p) {
   }
 }
 
-template <class T>
-Status a2a_lse_reduce_kernel(const arch::Cta& cta, const Params& p) {
-  const uint64_t call = call_descriptor(Op::kA2aLseReduce, p.lane, p.dtype, p.lse_base, p.num_tokens);
-  Channel channel(cta, p.symm, p.control, p.wait, p.stream_idx, call);
-  Status status = channel.enter();
-  const int64_t round_rows = rows_per_round(p);
-  uint64_t num_nonfinite = 0;
-  int64_t first_row = 0;
-  while (status == Status::kOk) {  // T = 0 runs one round: every rank signals and waits in every call
-    const int64_t rows_left = p.num_tokens - first_row;
-    const Round round = {first_row, rows_left < round_rows ? rows_left : round_rows, channel.parity()};
-    const int64_t num_bytes =
-        int64_t(p.symm.num_ranks - 1) * (round.num_rows / p.control.num_channels) * p.row_bytes;
+// A producer's bug that the merge hides, as it takes such a shard for empty: so it must show somewhere.
+DCP_FN void count_nonfinite(const Params& p, uint64_t num_nonfinite) {
+  if (shard_mask(p).known() && num_nonfinite != 0) arch::fetch_add(p.num_nonfinite_lse, num_nonfinite);
+}
+
+template <class T, Wire kWire>
+struct Kernel {
+  using Params = A2aLseReduceParams;
+  using Shared = dcp::DCP_NS::Shared;
+
+  static DCP_FN Status run(const arch::Cta& cta, const Params& p) {
+    const uint64_t call = call_descriptor(Op::kA2aLseReduce, p.lane, p.dtype, p.lse_base, p.num_tokens);
+    Channel channel(cta, p.symm, p.control, p.wait, p.stream_idx, call);
+    Status status = channel.enter();
+    const int64_t round_rows = rows_per_round(p);
+    uint64_t num_nonfinite = 0;
+    int64_t first_row = 0;
+    while (status == Status::kOk) {  // T = 0 runs one round: every rank signals and waits in every call
+      const int64_t rows_left = p.num_tokens - first_row;
+      const Round round = {first_row, rows_left < round_rows ? rows_left : round_rows, channel.parity()};
+      status = exchange(cta, p, channel, round, num_nonfinite);
+      first_row += round.num_rows;
+      if (first_row >= p.num_tokens || status != Status::kOk) break;
+      channel.next_round();
+    }
+    count_nonfinite(p, num_nonfinite);
+    if (status == Status::kOk) status = kWire == Wire::kPull ? channel.confirm_reads() : channel.confirm();
+    if (status != Status::kOk) poison_output<T>(cta, p);
+    channel.leave(status);
+    return status;
+  }
+
+ private:
+  static DCP_FN Status exchange(const arch::Cta& cta, const Params& p, Channel& channel, const Round& round,
+                                uint64_t& num_nonfinite) {
+    const uint32_t epoch = channel.epoch_low();
+    const int64_t num_bytes = int64_t(p.symm.num_ranks - 1) * (round.num_rows / p.control.num_channels) *
+                              p.num_local_heads * p.head_dim * int64_t(sizeof(T));
     const arch::PeerStores stores(channel.store_hint(), num_bytes);
+    Status status = Status::kOk;
+    PayloadPlace place = {};
+    if constexpr (kWire == Wire::kPull) {
+      place = payload_place<T>(p, round);
+      if (p.copies_to_buffer) {
+        status = channel.acquire(p.buffer_idx);
+        if (status != Status::kOk) return status;
+        copy_to_buffer<T>(cta, p, round, place, stores);
+      }
+      channel.lend(p.buffer_idx);
+    }
     for (int i = 1; i < p.symm.num_ranks; ++i) {
       const int peer = peer_order(p.symm, i);
-      publish<T>(cta, p, round, peer, stores, num_nonfinite);
-      channel.signal(peer);
+      publish<T, kWire>(cta, p, round, peer, epoch, stores, num_nonfinite);
+      if constexpr (kWire == Wire::kPull) {
+        channel.signal(peer, place);
+      } else if constexpr (kWire == Wire::kPush) {
+        channel.signal(peer);
+      } else {
+        channel.signal_unordered(peer);
+      }
     }
     stores.finish(cta);
-    status = channel.wait();
-    if (status != Status::kOk) break;
-    reduce<T>(cta, p, round, num_nonfinite);
-    first_row += round.num_rows;
-    if (first_row >= p.num_tokens) break;
-    channel.next_round();
+    if constexpr (kPacketBytes<kWire> > 0) {
+      status = receive<T, kWire>(cta, p, round, epoch, channel);
+      if (status != Status::kOk) return status;
+      reduce<T, kWire>(cta, p, &channel, round, num_nonfinite);
+      return channel.wait();
+    } else {
+      status = channel.wait();
+      if (status != Status::kOk) return status;
+      reduce<T, kWire>(cta, p, &channel, round, num_nonfinite);
+      if constexpr (kWire == Wire::kPull) channel.release();
+      return status;
+    }
   }
-  // A producer's bug that the merge hides, as it takes such a shard for empty: so it must show somewhere.
-  if (shard_mask(p).known() && num_nonfinite != 0) {
-    arch::fetch_add(&stream_state(p.symm, p.control, p.symm.rank, p.stream_idx)->nonfinite_lse,
-                    num_nonfinite);
+};
+
+template <class T, Wire kWire>
+struct DiscardKernel {
+  using Params = A2aLseReduceParams;
+  using Shared = dcp::DCP_NS::Shared;
+  static DCP_FN Status run(const arch::Cta& cta, const Params& p) {
+    poison_output<T>(cta, p);
+    return Status::kOk;
   }
-  if (status == Status::kOk) status = channel.confirm();
-  if (status != Status::kOk) poison_output<T>(cta, p);
-  channel.leave(status);
-  return status;
+};
+
+template <class T, Wire kWire>
+struct PackKernel {
+  using Params = A2aLseReduceParams;
+  using Shared = dcp::DCP_NS::Shared;
+  static DCP_FN Status run(const arch::Cta& cta, const Params& p) {
+    const Round round = {p.first_row, p.num_rows, 0};
+    uint64_t num_nonfinite = 0, no_hint = 0;
+    const arch::PeerStores stores(&no_hint, 0);
+    for (int peer = 0; peer < p.symm.num_ranks; ++peer) {
+      if (peer != p.symm.rank) publish<T, kWire>(cta, p, round, peer, 0, stores, num_nonfinite);
+    }
+    count_nonfinite(p, num_nonfinite);
+    return Status::kOk;
+  }
+};
+
+template <class T, Wire kWire>
+struct MergeKernel {
+  using Params = A2aLseReduceParams;
+  using Shared = dcp::DCP_NS::Shared;
+  static DCP_FN Status run(const arch::Cta& cta, const Params& p) {
+    uint64_t num_nonfinite = 0;
+    reduce<T, kWire>(cta, p, nullptr, {p.first_row, p.num_rows, 0}, num_nonfinite);
+    count_nonfinite(p, num_nonfinite);
+    return Status::kOk;
+  }
+};
+
+template <template <class, Wire> class K, Wire kWire>
+Status launch_for_dtype(const Params& p, const Launch& launch) {
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return arch::launch<K<float, kWire>>(p, launch);
+    case DType::kFloat16:
+      return arch::launch<K<Half, kWire>>(p, launch);
+    case DType::kBFloat16:
+      return arch::launch<K<BFloat16, kWire>>(p, launch);
+  }
+  return Status::kLaunchFailed;
+}
+
+Status run(const Params& p, const Launch& launch) {
+  switch (p.wire) {
+    case Wire::kPush:
+      return launch_for_dtype<Kernel, Wire::kPush>(p, launch);
+    case Wire::kPull:
+      return launch_for_dtype<Kernel, Wire::kPull>(p, launch);
+    case Wire::kPacket8:
+      return launch_for_dtype<Kernel, Wire::kPacket8>(p, launch);
+    case Wire::kPacket16:
+      return launch_for_dtype<Kernel, Wire::kPacket16>(p, launch);
+    case Wire::kPacket128:
+      if constexpr (arch::kMaxPacketBytes >= 128) return launch_for_dtype<Kernel, Wire::kPacket128>(p, launch);
+  }
+  return Status::kLaunchFailed;
 }
 
 }  // namespace
 
-Status a2a_lse_reduce(const Params& p) {
-  StreamState* state = stream_state(p.symm, p.control, p.symm.rank, p.stream_idx);
-  if (!arch::claim_call(state)) return Status::kBusy;
-  const int num_channels = p.control.num_channels;
-  Status status = Status::kOk;
-  switch (p.dtype) {
-    case DType::kFloat32:
-      status = arch::launch<Shared>(a2a_lse_reduce_kernel<float>, num_channels, p);
-      break;
-    case DType::kFloat16:
-      status = arch::launch<Shared>(a2a_lse_reduce_kernel<Half>, num_channels, p);
-      break;
-    case DType::kBFloat16:
-      status = arch::launch<Shared>(a2a_lse_reduce_kernel<BFloat16>, num_channels, p);
-      break;
-  }
-  arch::release_call(state);
-  return status;
-}
+extern const A2aLseReduceFns a2a_lse_reduce = {run, launch_for_dtype<DiscardKernel, Wire::kPush>,
+                                               launch_for_dtype<PackKernel, Wire::kPush>,
+                                               launch_for_dtype<MergeKernel, Wire::kPush>};
 
 }  // namespace dcp::DCP_NS

@@ -195,6 +195,10 @@ class CpuHeap:
         held.close_file()
         return cls(rank, num_ranks, nbytes, bases, held)
 
+    def own_memory(self, offset: int, nbytes: int) -> Any:
+        """A part of this rank's region as a writable buffer, which stays mapped as long as it is referred to."""
+        return self._held.regions[0].memory(offset, nbytes)
+
     def lost_peers(self) -> tuple[int, ...]:
         """Ranks whose process ended, or dropped its heap, without `close`. Never blocks. Never names thread ranks."""
         return self._held.mesh.lost_peers() if self._held.mesh is not None else ()

@@ -11,7 +11,7 @@ import time
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
-from dcpkernels.errors import DcpInvalidArgument, DcpTimeout
+from dcpkernels.errors import DcpInvalidArgument, DcpPeerLost, DcpTimeout
 
 _SLICE_S = 0.05
 
@@ -66,6 +66,22 @@ class Group(Protocol):
         ...
 
 
+    def duplicate(self, *, timeout_s: float = 0.0) -> Group:
+        """Collective. A group of the same ranks in the same order, whose messages mix with nobody else's."""
+        ...
+
+    def all_to_all(
+        self, receive: Any, send: Any, receive_sizes: list[int], send_sizes: list[int], *, timeout_s: float = 0.0
+    ) -> None:
+        """Collective. Moves bytes between uint8 tensors: `send` holds a chunk for each rank, one after the other, of
+        `send_sizes` bytes; `receive` gets one from each. Raises as `all_gather_object` does."""
+        ...
+
+    def close(self) -> None:
+        """Local. Of a group made by `duplicate`; it is of no more use."""
+        ...
+
+
 class TorchGroup:
     """A torch.distributed process group; `None` is the default group.
 
@@ -114,19 +130,57 @@ class TorchGroup:
         import torch.distributed as dist
 
         parts = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
-        work = dist.all_gather(parts, tensor, group=self.process_group, async_op=True)
+        self._finish(dist.all_gather(parts, tensor, group=self.process_group, async_op=True), deadline)
+        return parts
+
+    def _finish(self, work: Any, deadline: Deadline) -> None:
+        """Waits for `work` in slices, because Ctrl-C is not seen inside a wait."""
         while True:
             try:
-                # In slices, because Ctrl-C is not seen inside. Never 0, which is the group's default to torch.
+                # Never 0, which is the group's default to torch.
                 work.wait(timedelta(seconds=max(min(deadline.remaining_s(), _SLICE_S), 1e-3)))
-                return parts
+                return
             except RuntimeError as error:
                 if work.is_completed():  # it has failed; or it has ended just after the slice
                     work.wait()
-                    return parts
+                    return
                 if deadline.expired:
                     text = f"not all ranks answered within {deadline.timeout_s:.3g} s"
                     raise DcpTimeout(text) from error
+
+    def duplicate(self, *, timeout_s: float = 0.0) -> TorchGroup:
+        import inspect
+
+        import torch.distributed as dist
+
+        # Older versions sort the ranks of every group, the caller's as this one.
+        keep_order = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+        ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
+        most = timedelta(seconds=timeout_s) if timeout_s > 0 else None
+        made = dist.new_group(ranks, timeout=most, backend="gloo", use_local_synchronization=True, **keep_order)
+        return TorchGroup(made)
+
+    def all_to_all(
+        self, receive: Any, send: Any, receive_sizes: list[int], send_sizes: list[int], *, timeout_s: float = 0.0
+    ) -> None:
+        import torch.distributed as dist
+
+        deadline = Deadline(timeout_s)
+        try:
+            work = dist.all_to_all_single(
+                receive, send, receive_sizes, send_sizes, group=self.process_group, async_op=True
+            )
+            self._finish(work, deadline)
+        except DcpTimeout:
+            raise
+        except RuntimeError as error:  # gloo: "Connection closed by peer"; it does not say by which rank
+            raise DcpPeerLost(f"a rank is gone or the group is broken ({error})") from error
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():  # else it went with the default group
+            dist.destroy_process_group(self.process_group)
 
     def exchange_regions(self, region: Any, *, timeout_s: float = 0.0) -> None:
         return None

@@ -7,6 +7,7 @@ import fcntl
 import os
 import stat
 import threading
+import weakref
 
 from dcpkernels.errors import DcpError
 
@@ -80,6 +81,13 @@ class Region:
             if self._users == 0:
                 raise DcpError("a region must still be mapped (its owner has closed it)")
             self._users += 1
+
+    def memory(self, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+        """`nbytes` at `offset` as a writable buffer. It keeps the region mapped for as long as anything refers to it."""
+        self.retain()
+        memory = (ctypes.c_char * nbytes).from_address(self.address + offset)
+        weakref.finalize(memory, self.release).atexit = False
+        return memory
 
     def release(self) -> None:
         """One user fewer; to be called once per user. The last one unmaps."""

@@ -44,7 +44,9 @@ def a2a_lse_reduce(
     Not differentiable: the result is detached from the inputs.
 
     Args:
-        partial_out: [T, H, D] in the workspace's dtype; unit stride in the last dim, any token and head strides.
+        partial_out: [T, H, D] in the workspace's dtype; unit stride in the last dim, any token and head strides. With
+            config.zero_copy a tensor of `Workspace.partial_out` (or a view of it) is read by the peers where it is; any
+            other one is copied.
         partial_lse: [T, H] fp32, fp16 or bf16, any strides; the log-sum-exp of the scaled scores, in base `lse_base`.
         workspace: made with num_heads = H, head_dim = D. T above its max_num_tokens is done in several rounds.
         lse_base: "e" or "2", the base that the attention kernel used. Required: a wrong base is silent.
@@ -122,13 +124,12 @@ def _make_plan(
     """Checks a call of a shape that was not seen before, and returns what runs it."""
     if not hasattr(workspace, "_a2a_lse_reduce_plan"):
         _check.fail(OP, "workspace must be a dcpkernels.Workspace", type(workspace).__name__)
-    workspace._check_usable(OP)
+    workspace._open_impl(OP)
     device, config = workspace.device, workspace.config
     num_heads, head_dim, num_local_heads = config.num_heads, config.head_dim, workspace.num_local_heads
     if not isinstance(lse_base, str) or lse_base not in _check.LSE_BASE_CODES:
         _check.fail(OP, 'lse_base must be "e" or "2"', repr(lse_base))
-    if not isinstance(lane, int) or not 0 <= lane < config.num_lanes:
-        _check.fail(OP, f"lane must be in 0 .. {config.num_lanes - 1} (num_lanes={config.num_lanes})", repr(lane))
+    _check.lane(OP, lane, config.num_lanes)
 
     _check.tensor(OP, "partial_out", partial_out, device=device)
     if partial_out.dim() != 3:

@@ -40,6 +40,24 @@ class ThreadGroup:
         """Every rank's region object, in rank order. Raises as `all_gather_object`."""
         return self._meet("exchange_regions", region, timeout_s)
 
+    def all_to_all(
+        self, receive: Any, send: Any, receive_sizes: list[int], send_sizes: list[int], *, timeout_s: float = 0.0
+    ) -> None:
+        """Moves chunks of bytes between uint8 tensors. Raises as `all_gather_object`."""
+        start = 0
+        for rank, (theirs, sizes) in enumerate(self._meet("all_to_all", (send, send_sizes), timeout_s)):
+            first = sum(sizes[: self.rank])
+            receive[start : start + receive_sizes[rank]] = theirs[first : first + sizes[self.rank]]
+            start += receive_sizes[rank]
+        self._meet("all_to_all, end", None, timeout_s)  # only now may anybody write into its `send` again
+
+    def duplicate(self, *, timeout_s: float = 0.0) -> ThreadGroup:
+        """A group of the same ranks with meetings of its own."""
+        return self.subgroup(range(self.num_ranks))
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
     def barrier(self, *, timeout_s: float = 0.0) -> None:
         """Returns when every rank has called it. Raises as `all_gather_object`."""
         self._meet("barrier", None, timeout_s)

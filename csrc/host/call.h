@@ -1,0 +1,30 @@
+// Between calls, on the host: one call at a time on an epoch stream, and who may write a buffer of pull mode.
+#pragma once
+
+#include "core/channel.h"
+
+namespace dcp::DCP_NS {
+
+// Calls on one epoch stream come one after the other. Two threads of an engine may break that rule on a CPU: the
+// second one is turned away before it has touched anything.
+inline bool claim_call(const SymmView& symm, const ControlLayout& control, int stream_idx) {
+  return arch::compare_exchange_sys(&stream_state(symm, control, symm.rank, stream_idx)->in_flight, 0u, 1u);
+}
+inline void release_call(const SymmView& symm, const ControlLayout& control, int stream_idx) {
+  arch::store_release_sys(&stream_state(symm, control, symm.rank, stream_idx)->in_flight, 0u);
+}
+
+// Returns when all peers have read what they were to read in buffer `buffer_idx`, or with kFaulted.
+inline Status acquire_buffer(const SymmView& symm, const ControlLayout& control, const WaitPolicy& wait,
+                             int stream_idx, int buffer_idx) {
+  const uint64_t last_call = stream_state(symm, control, symm.rank, stream_idx)->call;
+  for (int channel_idx = 0; channel_idx < control.num_channels; ++channel_idx) {
+    const arch::Cta host(channel_idx, nullptr);
+    Channel channel(host, symm, control, wait, stream_idx, last_call);
+    const Status status = channel.acquire_between_calls(buffer_idx);
+    if (status != Status::kOk) return status;
+  }
+  return Status::kOk;
+}
+
+}  // namespace dcp::DCP_NS

@@ -1,0 +1,220 @@
+"""The backend over symmetric memory: every rank maps every rank's region, and the kernels do the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+
+from dcpkernels import _backend, _check
+from dcpkernels._faults import fault_error, lost_error
+from dcpkernels.config import WorkspaceConfig
+from dcpkernels.errors import DcpError
+from dcpkernels.heap.cpu import CpuHeap
+from dcpkernels.heap.group import Deadline, Group
+from dcpkernels.region_layout import RegionLayout
+
+# csrc/core/types.h: Wire.
+_PUSH, _PULL = 0, 1
+_PACKET = {8: 2, 16: 3, 128: 4}
+
+ParallelFor = Callable[[int, Callable[[int, int], None]], None]
+
+
+class DirectBackend:
+    name = "direct"
+
+    def __init__(
+        self,
+        group: Group,
+        config: WorkspaceConfig,
+        layout: RegionLayout,
+        module: Any,
+        *,
+        isa: str,
+        payload: dict[str, Any],
+        num_cpus: int,
+        timeout_s: float,
+        first_call_timeout_s: float,
+        deadline: Deadline,
+        parallel_for: ParallelFor | None,
+    ) -> None:
+        """Collective. Raises, the same on every rank, what CpuHeap.create raises."""
+        self._config, self._layout, self._module = config, layout, module
+        self._num_ranks, self._timeout_s = group.num_ranks, timeout_s
+        self._fault: dict[str, Any] | None = None
+        parts = layout.parts
+        control = module.ControlLayout(
+            fault_offset=parts["fault"].offset,
+            streams_offset=parts["streams"].offset,
+            stream_bytes=layout.stream_bytes,
+            flags_offset=parts["flags"].offset,
+            flags_bytes=layout.flags_bytes,
+            num_streams=layout.num_streams,
+            num_channels=layout.num_channels,
+        )
+        self._heap = CpuHeap.create(
+            group,
+            layout.num_bytes,
+            init=lambda base: module.init_region(base, control, group.num_ranks, config.start_epoch),
+            payload=payload,
+            timeout_s=deadline.for_call(),
+        )
+        num_spins, num_yields = _backend.wait_budget(group.num_ranks, num_cpus)
+        self._endpoint = module.Endpoint(
+            rank=group.rank,
+            bases=self._heap.bases,
+            socket_fds=self._heap.socket_fds,
+            control=control,
+            timeout_ns=math.ceil(timeout_s * 1e9),
+            first_timeout_ns=math.ceil(first_call_timeout_s * 1e9),
+            num_spins=num_spins,
+            num_yields=num_yields,
+            isa=isa,
+        )
+        self._pool = None
+        if parallel_for is None and config.num_channels > 1:
+            parallel_for = self._pool = ThreadPool(config.num_channels)
+        self._parallel_for = parallel_for
+        self._geometries = [self._geometry(lane) for lane in range(config.num_lanes)]
+        self._buffers = [[self._buffer(lane, index) for index in (0, 1)] for lane in range(config.num_lanes)]
+
+    @property
+    def isa(self) -> str:
+        return self._endpoint.isa
+
+    @property
+    def wire(self) -> str:
+        if self._config.zero_copy:
+            return "bulk, zero copy"
+        return f"packet ({self._config.packet_bytes} bytes)" if self._config.wire == "packet" else "bulk"
+
+    @property
+    def num_bytes(self) -> int:
+        return self._layout.num_bytes
+
+    # -- for the ops
+
+    def _geometry(self, lane: int) -> Any:
+        layout, config, parts = self._layout, self._config, self._layout.parts
+        staging = self._module.StagingLayout(
+            offset=parts["a2a_lse_reduce.staging"].offset + lane * layout.staging_bytes,
+            row_bytes=layout.staging_row_bytes,
+            num_rows=layout.max_round_rows,
+        )
+        unpacked = self._module.StagingLayout(
+            offset=parts["a2a_lse_reduce.unpacked"].offset + lane * layout.unpacked_bytes,
+            row_bytes=layout.plain_row_bytes,
+            num_rows=layout.max_round_rows,
+        )
+        return self._module.A2aLseReduceGeometry(
+            wire=_PULL if config.zero_copy else _PACKET[config.packet_bytes] if config.wire == "packet" else _PUSH,
+            dtype=_check.DTYPE_CODES[config.dtype],
+            lane=lane,
+            stream_idx=layout.stream_idx("a2a_lse_reduce", lane),
+            num_ranks=layout.num_ranks,
+            num_local_heads=layout.num_local_heads,
+            head_dim=config.head_dim,
+            max_round_rows=layout.max_round_rows,
+            staging=staging,
+            lse_in_row=layout.lse_in_row,
+            unpacked=unpacked if layout.packet_bytes else staging,
+            buffer_offset=self._buffer_offset(lane, 0),
+            buffer_bytes=layout.buffer_bytes,
+        )
+
+    def a2a_lse_reduce_plan(self, lane: int, **call: Any) -> Callable[..., int]:
+        """Runs calls of one shape: six addresses in, a status out."""
+        plan = self._module.A2aLseReducePlan(endpoint=self._endpoint, geometry=self._geometries[lane], **call)
+        if self._parallel_for is None:
+            return plan
+        return _ChannelledPlan(plan, self._config.num_channels, self._parallel_for, self._module.STATUS_FAULTED)
+
+    def _buffer_offset(self, lane: int, index: int) -> int:
+        return self._layout.parts["a2a_lse_reduce.partial_out"].offset + (2 * lane + index) * self._layout.buffer_bytes
+
+    def _buffer(self, lane: int, index: int) -> torch.Tensor | None:
+        config = self._config
+        if not config.zero_copy:
+            return None
+        shape = (config.max_num_tokens, config.num_heads, config.head_dim)
+        num_bytes = math.prod(shape) * config.dtype.itemsize
+        memory = self._heap.own_memory(self._buffer_offset(lane, index), num_bytes)
+        return torch.frombuffer(memory, dtype=config.dtype).view(shape)
+
+    def hand_out_partial_out(self, lane: int, num_tokens: int) -> tuple[int, torch.Tensor | None]:
+        """(status, the buffer): waits until all peers have read what was in it."""
+        status, index = self._endpoint.hand_out_buffer(self._layout.stream_idx("a2a_lse_reduce", lane))
+        return status, self._buffers[lane][index][:num_tokens] if status == 0 else None
+
+    # -- health
+
+    def fault_error(self, op: str) -> DcpError:
+        return fault_error(op, self._fault or self._endpoint.fault())
+
+    def check(self, op: str) -> None:
+        if self._endpoint.is_poisoned():
+            raise self.fault_error(op)
+        lost = self._heap.lost_peers()
+        if lost:
+            raise lost_error(op, lost)
+
+    def counters(self) -> dict[str, int]:
+        counters = [self._endpoint.stream_counters(stream_idx) for stream_idx in range(self._layout.num_streams)]
+        return {"num_calls": sum(c[1] for c in counters), "nonfinite_lse": sum(c[2] for c in counters)}
+
+    def warmup(self) -> None:
+        """Regions are mapped with their pages; what is left is to have the threads of the pool started."""
+        if self._parallel_for is not None:
+            self._parallel_for(self._config.num_channels, lambda first, end: None)
+
+    def close(self, *, wait: bool) -> None:
+        fault = self._endpoint.fault() if self._endpoint.is_poisoned() else None
+        if not self._endpoint.close():
+            raise DcpError("close: no call may be in flight (another thread is inside an op of this workspace)")
+        self._fault = fault  # for a thread that comes out of a faulted call only now
+        self._buffers = []
+        if self._pool is not None:
+            self._pool.close()
+        self._heap.close(timeout_s=self._timeout_s if wait and fault is None else 0)
+
+
+class _ChannelledPlan:
+    """A plan whose channels run in several threads."""
+
+    def __init__(self, plan: Any, num_channels: int, parallel_for: ParallelFor, faulted: int) -> None:
+        self._plan, self._num_channels, self._parallel_for, self._faulted = plan, num_channels, parallel_for, faulted
+
+    def __call__(self, *addresses: int) -> int:
+        plan, statuses = self._plan, []
+        code = plan.begin(*addresses)
+        if code != 0:
+            return code
+        try:
+            self._parallel_for(self._num_channels, lambda first, end: statuses.append(plan.run(first, end)))
+        except BaseException:
+            plan.end(self._faulted)
+            raise
+        return plan.end(max(statuses))
+
+
+class ThreadPool:
+    """The default `parallel_for`: a thread for each channel but the first, which the caller runs."""
+
+    def __init__(self, num_channels: int) -> None:
+        self._pool = ThreadPoolExecutor(num_channels - 1, thread_name_prefix="dcpkernels-channel")
+
+    def __call__(self, num_channels: int, body: Callable[[int, int], None]) -> None:
+        others = [self._pool.submit(body, channel, channel + 1) for channel in range(1, num_channels)]
+        try:
+            body(0, 1)
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)

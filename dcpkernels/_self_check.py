@@ -1,0 +1,42 @@
+"""`Workspace.self_check`: every op on data that all ranks can make for themselves, against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dcpkernels import reference
+from dcpkernels.errors import DcpError
+from dcpkernels.ops.a2a_lse_reduce import a2a_lse_reduce
+
+_NUM_TOKENS = 3  # one of them empty everywhere, one on some ranks
+
+
+def check_ops(workspace: Any) -> None:
+    """Collective. Raises DcpError where this rank got a wrong result, and what an op raises."""
+    for lane in range(workspace.config.num_lanes):
+        _check_a2a_lse_reduce(workspace, lane)
+
+
+def _check_a2a_lse_reduce(workspace: Any, lane: int) -> None:
+    config, num_ranks, rank = workspace.config, workspace.num_ranks, workspace.rank
+    num_tokens = min(_NUM_TOKENS, config.max_num_tokens)
+    generator = torch.Generator().manual_seed(lane)
+    shape = (num_ranks, num_tokens, config.num_heads)
+    outs = torch.randn(*shape, config.head_dim, generator=generator).to(config.dtype)
+    lses = torch.randn(shape, generator=generator) * 3
+    lses[:, 1:2] = float("-inf")
+    lses[::2, 2:3] = float("nan")
+    mine = workspace.partial_out(num_tokens, lane=lane).copy_(outs[rank])
+    got, got_lse = a2a_lse_reduce(mine, lses[rank], workspace=workspace, lse_base="2", return_lse=True, lane=lane)
+    heads = slice(rank * workspace.num_local_heads, (rank + 1) * workspace.num_local_heads)
+    exact, exact_lse = (value[:, heads] for value in reference.a2a_lse_reduce(outs, lses, lse_base="2"))
+    # Coarse: it is the way of the rows that is checked here, and not the last bit of the sum.
+    close = torch.allclose(got.double(), exact, rtol=torch.finfo(config.dtype).eps, atol=1e-4)
+    if not close or not torch.allclose(got_lse.double(), exact_lse, rtol=1e-5, atol=1e-4):
+        worst = (got.double() - exact).abs().max().item()
+        raise DcpError(
+            f"a2a_lse_reduce: the result must be the merge of all ranks (rank {rank}, lane {lane}: largest error {worst:.3g})",
+            ranks=(rank,),
+        )

@@ -1,0 +1,140 @@
+"""What a workspace is made for, and how many bytes that takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from dcpkernels import _check, env
+from dcpkernels.errors import DcpInvalidArgument
+from dcpkernels.region_layout import RegionLayout
+
+WIRES = ("auto", "bulk", "packet")
+PACKET_BYTES = (8, 16, 128)
+# Fields that may differ between ranks.
+_LOCAL_FIELDS = ("timeout_s", "first_call_timeout_s", "cpu_isa")
+
+
+@dataclass(frozen=True)
+class WorkspaceConfig:
+    """What a workspace is made for. All fields but the timeouts and cpu_isa must be equal on all ranks.
+
+    Args:
+        num_heads: query heads of the model, H; those of all ranks together.
+        head_dim: elements of one head's partial output, D (512 for MLA's latent).
+        max_num_tokens: rows of the usual largest call. Staging is made for one round of rows, and a round has no more
+            rows than this, and no more than what a CPU cache holds; a call with more rows takes several rounds.
+        dtype: of the partial output: float32, float16 or bfloat16.
+        num_lanes: independent streams with their own staging, for micro-batches that run at the same time.
+        num_channels: parts of a call that a rank runs in threads of its own (`Workspace(parallel_for=...)`).
+        zero_copy: peers read partial outputs where they are, in memory of the workspace that `Workspace.partial_out`
+            hands out; nothing is copied, and each rank holds two buffers [max_num_tokens, num_heads, head_dim] a lane.
+        wire: "bulk" moves rows, then raises a flag; "packet" puts a flag into every packet, which saves a trip on some
+            hardware; "auto" is what is faster on the device: bulk on a CPU. Results are equal in every bit.
+        packet_bytes: size of a packet: 8 (4 bytes of payload), 16 (12) or 128 (120).
+        timeout_s: seconds that a wait for another rank may take; 0 = for ever. DCPKERNELS_TIMEOUT_S replaces it.
+        first_call_timeout_s: the same for the first call of a lane, and for making the workspace: ranks start at
+            different times. DCPKERNELS_FIRST_CALL_TIMEOUT_S replaces it.
+        cpu_isa: "v4", "v3" or "baseline"; None = DCPKERNELS_CPU_ISA, else the best that the processor runs. All give
+            the same bits.
+        start_epoch: where the 64-bit epochs start, at least 2 in the low 32 bits; for tests of the wrap at 2**32.
+    """
+
+    num_heads: int
+    head_dim: int
+    max_num_tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    num_lanes: int = 1
+    num_channels: int = 1
+    zero_copy: bool = False
+    wire: str = "auto"
+    packet_bytes: int = 8
+    timeout_s: float = 30.0
+    first_call_timeout_s: float = 300.0
+    cpu_isa: str | None = None
+    start_epoch: int = 3
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _check.DTYPE_CODES:
+            allowed = ", ".join(_check.name_of(dtype) for dtype in _check.DTYPE_CODES)
+            raise DcpInvalidArgument(f"workspace: dtype must be one of {allowed} (got {self.dtype})")
+        for name in ("timeout_s", "first_call_timeout_s"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 <= value <= env.MAX_TIMEOUT_S:
+                most = f"{env.MAX_TIMEOUT_S:.0e}"
+                raise DcpInvalidArgument(
+                    f"workspace: {name} must be a number of seconds in 0 .. {most} (got {value!r})"
+                )
+        # What the C++ side holds in 32 and 64 bits.
+        limits = {
+            "num_heads": 2**31,
+            "head_dim": 2**31,
+            "max_num_tokens": 2**40,
+            "num_lanes": 257,
+            "num_channels": 1025,
+            "start_epoch": 2**63,
+        }
+        for name, limit in limits.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < limit:
+                raise DcpInvalidArgument(
+                    f"workspace: {name} must be a whole number in 1 .. {limit - 1} (got {value!r})"
+                )
+        if self.wire not in WIRES:
+            raise DcpInvalidArgument(f"workspace: wire must be one of {WIRES} (got {self.wire!r})")
+        if self.packet_bytes not in PACKET_BYTES:
+            raise DcpInvalidArgument(f"workspace: packet_bytes must be one of {PACKET_BYTES} (got {self.packet_bytes!r})")
+        if self.zero_copy not in (True, False):
+            raise DcpInvalidArgument(f"workspace: zero_copy must be True or False (got {self.zero_copy!r})")
+        if self.zero_copy and self.wire == "packet":
+            raise DcpInvalidArgument('workspace: zero_copy must not come with wire="packet" (nothing would be sent)')
+        if self.cpu_isa not in (None, *env.CPU_ISAS):
+            raise DcpInvalidArgument(f"workspace: cpu_isa must be None or one of {env.CPU_ISAS} (got {self.cpu_isa!r})")
+        if self.start_epoch % 2**32 < 2:
+            raise DcpInvalidArgument(f"workspace: start_epoch must be >= 2 in its low 32 bits (got {self.start_epoch})")
+
+    @classmethod
+    def for_engine(
+        cls, max_num_seqs: int, draft_tokens: int = 0, *, num_heads: int, head_dim: int, **fields: Any
+    ) -> WorkspaceConfig:
+        """The configuration for an engine's decode batches: `max_num_seqs` sequences of 1 + `draft_tokens` rows each
+        (speculative decoding verifies the drafts with the next token). Other fields as in WorkspaceConfig; num_lanes =
+        micro-batches that run at the same time, each of which may hold the whole batch.
+
+        128 sequences with 10 draft tokens: max_num_tokens = 128 * 11 = 1408. Larger calls, as from a mixed batch with
+        prefill rows, take several rounds.
+        """
+        for name, value, least in (("max_num_seqs", max_num_seqs, 1), ("draft_tokens", draft_tokens, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise DcpInvalidArgument(f"workspace: {name} must be a whole number >= {least} (got {value!r})")
+        if "max_num_tokens" in fields:
+            raise DcpInvalidArgument("workspace: max_num_tokens must not be given here (it is max_num_seqs * (1 + draft_tokens))")
+        return cls(num_heads, head_dim, max_num_seqs * (1 + draft_tokens), **fields)
+
+    def region_layout(self, num_ranks: int) -> RegionLayout:
+        """Where everything lies in each rank's region. Raises DcpInvalidArgument for counts that do not fit together."""
+        return RegionLayout(
+            num_ranks=num_ranks,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            max_num_tokens=self.max_num_tokens,
+            item_bytes=self.dtype.itemsize,
+            num_lanes=self.num_lanes,
+            num_channels=self.num_channels,
+            zero_copy=self.zero_copy,
+            packet_bytes=self.packet_bytes if self.wire == "packet" else 0,
+        )
+
+    def shared_fields(self) -> dict[str, str]:
+        """What must be equal on all ranks."""
+        return {field.name: str(getattr(self, field.name)) for field in fields(self) if field.name not in _LOCAL_FIELDS}
+
+
+@dataclass(frozen=True)
+class WorkspaceSize:
+    """Bytes of one rank's region: `parts` by name, and `total` with the padding between them."""
+
+    parts: dict[str, int]
+    total: int
