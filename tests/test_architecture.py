@@ -180,7 +180,7 @@ def test_one_stem_per_op() -> None:
 
 
 def test_steps_have_the_same_names_everywhere() -> None:
-    steps = ("enter", "publish", "signal", "wait", "reduce", "confirm", "leave")
+    steps = ("enter", "acquire", "publish", "signal", "wait", "receive", "reduce", "release", "confirm", "leave")
     for path in ("csrc/ops/a2a_lse_reduce.h", "docs/protocol.md", "tests/protocol/a2a_lse_reduce.py"):
         text = (ROOT / path).read_text()
         assert [step for step in steps if not re.search(rf"\b{step}\b", text)] == [], path

@@ -366,7 +366,7 @@ def test_max_over_ranks():
 def test_interleave_alternates_and_reverses():
     log = []
     candidates = {name: (lambda name=name: log.append(name)) for name in "ab"}
-    times = interleave(candidates, rounds=3, warmup=1, num_calls=2, before=lambda: log.append("|"))
+    times = interleave(candidates, rounds=3, warmup=1, num_calls=2, before=lambda name: log.append("|"))
     assert "".join(log) == "|bb|aa" + "|aa|bb" + "|bb|aa" + "|aa|bb"
     assert {name: len(samples) for name, samples in times.items()} == {"a": 3, "b": 3}
     assert all(sample > 0 for samples in times.values() for sample in samples)

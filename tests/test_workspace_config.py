@@ -41,25 +41,28 @@ def test_sizes_do_not_wrap():
     config = WorkspaceConfig(64, 2**24, 1, dtype=torch.bfloat16, num_lanes=8)
     size = Workspace.size(config, 8)
     staged = 8 * 2 * 7 * (64 // 8) * 2**24 * 2  # lanes, parities, peers, heads, elements, bytes
-    assert size.parts["a2a_lse_reduce.payload"] == staged > 2**32
+    lses = 8 * 2 * 7 * 64  # a line each
+    assert size.parts["a2a_lse_reduce.staging"] == staged + lses > 2**32
     twice = Workspace.size(dataclasses.replace(config, head_dim=2**25), 8)
-    assert twice.parts["a2a_lse_reduce.payload"] == 2 * staged
+    assert twice.parts["a2a_lse_reduce.staging"] == 2 * staged + lses
+    pulled = Workspace.size(dataclasses.replace(config, zero_copy=True, max_num_tokens=16384), 8)
+    assert pulled.parts["a2a_lse_reduce.partial_out"] == 8 * 2 * 16384 * 64 * 2**24 * 2 > 2**48
 
 
 def test_staging_is_that_of_one_round_however_many_rows_a_call_may_have():
     """A round sends at most 1 MiB a rank, or one row; a call with more rows takes more rounds."""
     config = WorkspaceConfig(96, 512, 64, dtype=torch.bfloat16)
     sizes = [Workspace.size(dataclasses.replace(config, max_num_tokens=n), 8) for n in (1, 12, 13, 64, 16384)]
-    payloads = [size.parts["a2a_lse_reduce.payload"] for size in sizes]
-    assert payloads == [2 * 7 * rows * 12 * 512 * 2 for rows in (1, 12, 12, 12, 12)]
-    assert max(payloads) <= 2 * 2**20
+    staged = [size.parts["a2a_lse_reduce.staging"] for size in sizes]
+    assert staged == [2 * 7 * rows * (12 * 512 * 2 + 64) for rows in (1, 12, 12, 12, 12)]
+    assert max(staged) <= 2 * 2**20
 
 
 def test_no_room_is_said_at_creation():
     """On all ranks, at once, with the bytes needed and available; the group is good for another try."""
 
     def body(group):
-        huge = attempt(Workspace, group, config=dataclasses.replace(CONFIG, head_dim=2**30))
+        huge = attempt(Workspace, group, config=dataclasses.replace(CONFIG, head_dim=2**30), backend="direct")
         assert type(huge.error) is DcpError and huge.seconds < 5, huge
         with Workspace(group, config=CONFIG) as workspace:
             check_with_peers(group, workspace, make_call(2, 3, 12, 64, torch.float32))

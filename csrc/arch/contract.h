@@ -16,7 +16,7 @@
 //   packets   Packet<8 | 16 | 128> {kWords, store, try_load}: payload and flag arrive together; kMaxPacketBytes
 //   time      now_ns, spin_pause, Backoff {is_slow, pause}, kHostPollNs, poll_host
 //   bytes     PeerStores(hint, num_bytes) {copy(cta, to, from, num_bytes), finish(cta)}
-//   numbers   fma, exp2 (x <= 0), log2, abs; to_float, from_float<T>, rounding to nearest even
+//   numbers   fma, exp2 (x <= 0), log2, abs; to_float, from_float<T>, rounding to nearest even; bit_cast
 //   vectors   RowVec<T> {kElements, broadcast, load, store} for float, Half, BFloat16; fma
 //             kRowBlock, kHeadTile
 //

@@ -21,17 +21,11 @@ namespace dcp::DCP_NS::arch {
 
 // ---- order
 
-// Planted faults, for the test builds that must report them.
-#if defined(DCP_MUTATE_RELAXED_SIGNAL)
-inline constexpr int kSignalOrder = __ATOMIC_RELAXED;
-#else
-inline constexpr int kSignalOrder = __ATOMIC_SEQ_CST;
+// Planted faults: a test build gives an expression that says which one is on, and must find it.
+#if !defined(DCP_MUTATION)
+#define DCP_MUTATION 0
 #endif
-#if defined(DCP_MUTATE_RELAXED_RELEASE)
-inline constexpr int kReleaseOrder = __ATOMIC_RELAXED;
-#else
-inline constexpr int kReleaseOrder = __ATOMIC_RELEASE;
-#endif
+inline constexpr int kRelaxedSignal = 1, kRelaxedRelease = 2, kNoPublishDone = 3;
 
 template <class T>
 DCP_FN T load_acquire_sys(const T* word) {
@@ -43,7 +37,8 @@ DCP_FN T load_relaxed_sys(const T* word) {
 }
 template <class T>
 DCP_FN void store_release_sys(T* word, T value) {
-  __atomic_store_n(word, value, kReleaseOrder);
+  if (DCP_MUTATION == kRelaxedRelease) return __atomic_store_n(word, value, __ATOMIC_RELAXED);
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
 }
 template <class T>
 DCP_FN void store_relaxed_sys(T* word, T value) {
@@ -65,18 +60,17 @@ DCP_FN void publish_done(const Cta& cta) {
 #if defined(__x86_64__)
   _mm_sfence();
 #endif
-#if !defined(DCP_MUTATE_NO_PUBLISH_DONE)
-  cta.sync();
-#endif
+  if (DCP_MUTATION != kNoPublishDone) cta.sync();
 }
 
 // Raises a peer's flag and rings its doorbell; wakes the peer if it sleeps and this was the signal that it
 // sleeps for. Ring, then read `awaited`; the sleeper sets `awaited`, then reads `rings`: all sequentially
 // consistent, so that one of the two sees the other.
 DCP_FN void signal_flag(Flag* flag, uint64_t value, Doorbell* doorbell) {
-  __atomic_exchange_n(&flag->value, value, kSignalOrder);
-  const uint32_t rings = __atomic_add_fetch(&doorbell->rings, 1, kSignalOrder);
-  const uint32_t awaited = __atomic_load_n(&doorbell->awaited, kSignalOrder);
+  if (DCP_MUTATION == kRelaxedSignal) return __atomic_store_n(&flag->value, value, __ATOMIC_RELAXED);
+  __atomic_exchange_n(&flag->value, value, __ATOMIC_SEQ_CST);
+  const uint32_t rings = __atomic_add_fetch(&doorbell->rings, 1, __ATOMIC_SEQ_CST);
+  const uint32_t awaited = __atomic_load_n(&doorbell->awaited, __ATOMIC_SEQ_CST);
   if (__builtin_expect(awaited != 0 && int32_t(rings - awaited) >= 0, 0)) {
     syscall(SYS_futex, &doorbell->rings, FUTEX_WAKE, 1, nullptr, nullptr, 0);
   }
@@ -253,7 +247,7 @@ class Packet {
     } else {
       uint32_t* words = static_cast<uint32_t*>(packet);
       for (int i = 0; i < kWords; ++i) __atomic_store_n(words + i, word(i), __ATOMIC_RELAXED);
-      __atomic_store_n(words + kWords, flag, kReleaseOrder);
+      store_release_sys(words + kWords, flag);
     }
   }
 

@@ -72,7 +72,7 @@ class Channel {
 
   // Step `enter`: reads the epoch and says what this rank is about to do.
   DCP_FN Status enter() {
-    epoch_ = next_epoch(arch::load_acquire_sys(&state_->epoch));
+    first_epoch_ = epoch_ = next_epoch(arch::load_acquire_sys(&state_->epoch));
     is_first_call_ = arch::load_relaxed_sys(&state_->num_calls) == 0;
     if (cta_.thread_rank() == 0) {
       arch::store_relaxed_sys(&state_->call, call_);
@@ -81,15 +81,25 @@ class Channel {
     return confirm();
   }
 
-  // Step `acquire`: returns when every peer has read what this channel last put into buffer `buffer_idx`, so that
-  // it may be written again. Pairs with `release` there.
+  // Step `acquire`: returns when every peer has read what was last put into buffer `buffer_idx`, so that it may be
+  // written again. Pairs with `release` there. In the first round of a call the last use may have been a caller's
+  // tensor, any view of the buffer: other channels' readers count too. In later rounds it was this channel's copy;
+  // to await other channels then would be to wait for channels that come after this one in its thread.
   DCP_FN Status acquire(int buffer_idx) const {
     const uint64_t epoch = mine_->buffer_epochs[buffer_idx];
+    if (epoch == 0) return confirm();  // never lent
+    const bool all_channels = epoch < first_epoch_;
+    const int first_channel = all_channels ? 0 : cta_.index();
+    const int end_channel = all_channels ? control_.num_channels : cta_.index() + 1;
     int64_t start_ns = 0;
-    for (int i = 1 + cta_.thread_rank(); epoch != 0 && i < symm_.num_ranks; i += cta_.size()) {
-      if (has_released(symm_.rank, peer_order(symm_, i), epoch)) continue;
-      arch::store_relaxed_sys(&mine_->awaited_release, epoch);
-      if (wait_slow(i, Released{*this, peer_order(symm_, i), epoch}, start_ns) != Status::kOk) break;
+    Status status = Status::kOk;
+    for (int channel_idx = first_channel; channel_idx < end_channel && status == Status::kOk; ++channel_idx) {
+      for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks && status == Status::kOk; i += cta_.size()) {
+        const Released released = {*this, channel_idx, peer_order(symm_, i), epoch};
+        if (released.there()) continue;
+        arch::store_relaxed_sys(&mine_->awaited_release, epoch);
+        status = wait_slow(i, released, start_ns);
+      }
     }
     cta_.sync();
     if (cta_.thread_rank() == 0) arch::store_relaxed_sys(&mine_->awaited_release, uint64_t(0));
@@ -147,7 +157,7 @@ class Channel {
   // `order_idx`, but without waiting for its flag.
   template <class There>
   DCP_FN Status wait_for_packet(int order_idx, const There& there, int64_t& start_ns) const {
-    return wait_for(order_idx, OfSignal<There>{*this, there}, start_ns);
+    return wait_for(order_idx, OfSignal<There>{*this, peer_order(symm_, order_idx), there}, start_ns);
   }
 
   // Step `release`: this channel has read all that it wanted of the peers' buffers. Pairs with `acquire` there.
@@ -206,17 +216,20 @@ class Channel {
   template <class There>
   struct OfSignal {
     const Channel& channel;
+    int peer;
     const There& is_there;
     DCP_FN bool there() const { return is_there(); }
     DCP_FN uint64_t missing() const {
-      return channel.missing_at(channel.symm_.rank, channel.stream_idx_, channel.epoch_);
+      // Also when the flag is there: it has no order with what comes with it.
+      const uint64_t late = is_there() ? 0 : rank_bit(peer);
+      return late | channel.missing_at(channel.symm_.rank, channel.stream_idx_, channel.epoch_);
     }
   };
   struct Released {
     const Channel& channel;
-    int peer;
+    int channel_idx, peer;
     uint64_t epoch;
-    DCP_FN bool there() const { return channel.has_released(channel.symm_.rank, peer, epoch); }
+    DCP_FN bool there() const { return channel.has_released(channel.symm_.rank, channel_idx, peer, epoch); }
     DCP_FN uint64_t missing() const { return channel.not_released(channel.symm_.rank, epoch); }
   };
 
@@ -230,8 +243,8 @@ class Channel {
                       stream_doorbell(symm_, control_, peer, stream_idx_, cta_.index()));
   }
   // Epochs of one parity only grow, so "at least" is exact, also long after.
-  DCP_FN bool has_released(int owner, int reader, uint64_t epoch) const {
-    const Flag* flag = stream_flag(symm_, control_, owner, stream_idx_, epoch, cta_.index(), reader);
+  DCP_FN bool has_released(int owner, int channel_idx, int reader, uint64_t epoch) const {
+    const Flag* flag = stream_flag(symm_, control_, owner, stream_idx_, epoch, channel_idx, reader);
     return arch::load_acquire_sys(&flag->released) >= epoch;
   }
 
@@ -261,6 +274,7 @@ class Channel {
   StreamState* const state_;
   ChannelState* const mine_;
   uint64_t epoch_ = 0;
+  uint64_t first_epoch_ = 0;  // of this call; 0 between calls
   bool is_first_call_ = false;
 };
 

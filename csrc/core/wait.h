@@ -80,11 +80,13 @@ DCP_OUTLINE uint64_t Channel::missing_at(int rank, int stream_idx, uint64_t epoc
   return missing;
 }
 
-// The peers that have not read all that `owner` lent them in `epoch`, on this channel.
+// The peers that have not read all that `owner` lent them in `epoch`, on some channel.
 DCP_OUTLINE uint64_t Channel::not_released(int owner, uint64_t epoch) const {
   uint64_t missing = 0;
-  for (int reader = 0; reader < symm_.num_ranks; ++reader) {
-    if (reader != owner && !has_released(owner, reader, epoch)) missing |= rank_bit(reader);
+  for (int channel_idx = 0; channel_idx < control_.num_channels; ++channel_idx) {
+    for (int reader = 0; reader < symm_.num_ranks; ++reader) {
+      if (reader != owner && !has_released(owner, channel_idx, reader, epoch)) missing |= rank_bit(reader);
+    }
   }
   return missing;
 }

@@ -14,7 +14,8 @@ inline void release_call(const SymmView& symm, const ControlLayout& control, int
   arch::store_release_sys(&stream_state(symm, control, symm.rank, stream_idx)->in_flight, 0u);
 }
 
-// Returns when all peers have read what they were to read in buffer `buffer_idx`, or with kFaulted.
+// Returns when all peers have read what they were to read in buffer `buffer_idx`, or with kFaulted. Whoever returns
+// from a fault has told all peers: they may still read what this caller is free to overwrite now.
 inline Status acquire_buffer(const SymmView& symm, const ControlLayout& control, const WaitPolicy& wait,
                              int stream_idx, int buffer_idx) {
   const uint64_t last_call = stream_state(symm, control, symm.rank, stream_idx)->call;
@@ -22,7 +23,10 @@ inline Status acquire_buffer(const SymmView& symm, const ControlLayout& control,
     const arch::Cta host(channel_idx, nullptr);
     Channel channel(host, symm, control, wait, stream_idx, last_call);
     const Status status = channel.acquire_between_calls(buffer_idx);
-    if (status != Status::kOk) return status;
+    if (status != Status::kOk) {
+      forward_fault(symm, control);
+      return status;
+    }
   }
   return Status::kOk;
 }

@@ -166,7 +166,8 @@ DCP_FN Status receive(const arch::Cta& cta, const Params& p, const Round& round,
       }
     }
   }
-  return channel.confirm();  // a thread that gave up has seen or written poison: now all know
+  cta.sync();  // a thread that gave up has seen or written poison: now thread 0 sees it too
+  return channel.confirm();
 }
 
 // Heads [first_head, first_head + num_heads) of one row, num_heads <= kHeadTile.

@@ -88,6 +88,11 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     bench.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     bench.add_argument("--baselines", type=_list_of(str), default=["gloo"], metavar="NAME[,NAME...]",
                        help="what to compare with: gloo, or none (default gloo)")  # fmt: skip
+    bench.add_argument("--wire", choices=("auto", "bulk", "packet"), default="auto",
+                       help="how rows travel; auto is bulk on a CPU")  # fmt: skip
+    bench.add_argument("--packet-bytes", type=int, choices=(8, 16, 128), default=8, help="with --wire packet (default 8)")
+    bench.add_argument("--zero-copy", action="store_true",
+                       help="the partial output lies in memory of the workspace, and peers read it there")  # fmt: skip
     bench.add_argument("--isa", choices=("auto", "v4", "v3", "baseline"), default="auto", help="CPU kernel variant")
     bench.add_argument("--iters", type=_count, default=200, help="timed calls of each candidate (default 200)")
     bench.add_argument("--warmup", type=int, default=20, help="calls before those (default 20)")
@@ -119,6 +124,9 @@ def _run_bench(args: argparse.Namespace) -> int:
         baselines=tuple(name for name in args.baselines if name != "none"),
         isa=None if args.isa == "auto" else args.isa,
         burst=args.burst,
+        wire=args.wire,
+        packet_bytes=args.packet_bytes,
+        zero_copy=args.zero_copy,
         iters=args.iters,
         warmup=max(args.warmup, 1),
         seed=args.seed,

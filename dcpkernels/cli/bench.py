@@ -40,6 +40,9 @@ class BenchOptions:
     warmup: int = 20
     seed: int = 0
     burst: int = 1
+    wire: str = "auto"
+    packet_bytes: int = 8
+    zero_copy: bool = False
     lse_base: str = "e"
 
 
@@ -58,8 +61,9 @@ def run(options: BenchOptions, *, json_path: Path | None = None) -> int:
     host = machine.describe()
     print(machine.one_line(host, isa))
     against = ", alternating with " + ", ".join(options.baselines) if options.baselines else ""
+    wire = "zero copy" if options.zero_copy else f"wire {options.wire}"
     print(
-        f"{options.op}: {options.num_ranks} rank processes, {options.num_heads} heads, head_dim {options.head_dim}, "
+        f"{options.op}: {wire}, {options.num_ranks} rank processes, {options.num_heads} heads, head_dim {options.head_dim}, "
         f"{options.dtype}, {options.iters} samples of {options.burst} calls each{against}; a call's time is that of its slowest rank"
     )
     rows = []
@@ -117,6 +121,8 @@ def measure_row(options: BenchOptions, num_tokens: int, isa: str) -> tuple[dict[
         "dtype": options.dtype,
         "num_iters": options.iters,
         "calls_per_sample": options.burst,
+        "wire": options.wire,
+        "zero_copy": options.zero_copy,
         "median_us": round(ours.median_us, 3),
         "p99_us": round(ours.p99_us, 3),
         "bytes": num_bytes,
@@ -148,7 +154,35 @@ def _config(options: BenchOptions, num_tokens: int) -> dcpkernels.WorkspaceConfi
         dtype=DTYPES[options.dtype],
         num_lanes=measure.NUM_LANES,
         cpu_isa=options.isa,
+        wire=options.wire,
+        packet_bytes=options.packet_bytes,
+        zero_copy=options.zero_copy,
     )
+
+
+class _Ours:
+    """The op on one rank's input, which lies where the configuration wants it."""
+
+    def __init__(self, workspace: dcpkernels.Workspace, attention: torch.Tensor, lse: torch.Tensor,
+                 out: torch.Tensor, lse_base: str) -> None:  # fmt: skip
+        self._workspace, self._attention, self._lse, self._out, self._lse_base = workspace, attention, lse, out, lse_base
+        self._zero_copy = workspace.config.zero_copy
+        self._partial_out: torch.Tensor | None = None if self._zero_copy else attention
+
+    def produce(self) -> None:
+        if self._zero_copy:
+            self._partial_out = self._workspace.partial_out(self._attention.shape[0])
+        torch.add(self._attention, 0, out=self._partial_out)
+
+    def __call__(self) -> None:
+        partial_out = self._partial_out
+        if self._zero_copy:
+            # In a burst only the first call's tensor is written anew; the others find an older call's, of equal content.
+            partial_out = self._workspace.partial_out(len(self._attention)) if partial_out is None else partial_out
+            self._partial_out = None
+        dcpkernels.a2a_lse_reduce(
+            partial_out, self._lse, workspace=self._workspace, lse_base=self._lse_base, out=self._out
+        )
 
 
 def _rank(group: torch.distributed.ProcessGroup, options: BenchOptions, num_tokens: int) -> Samples:
@@ -164,16 +198,15 @@ def _rank(group: torch.distributed.ProcessGroup, options: BenchOptions, num_toke
     }
     with dcpkernels.Workspace(group, options.device, _config(options, num_tokens)) as workspace:
         measure.bind_to_own_cpus(rank, num_ranks)
-        candidates = {
-            _OURS: lambda: dcpkernels.a2a_lse_reduce(
-                partial_out, partial_lse, workspace=workspace, lse_base=options.lse_base, out=outs[_OURS]
-            )
-        }
+        ours = _Ours(workspace, partial_out, partial_lse, outs[_OURS], options.lse_base)
+        candidates = {_OURS: ours}
         if "gloo" in options.baselines:
             gloo = PackedAllToAll(group, *shape, dtype)
             candidates["gloo"] = lambda: gloo(partial_out, partial_lse, outs["gloo"])
-        for candidate in candidates.values():
-            candidate()
+        for _ in range(2):  # both buffers of zero copy
+            ours.produce()
+            for candidate in candidates.values():
+                candidate()
         errors = verify_timed_inputs(outs, rank, num_ranks, *shape, dtype, seed=options.seed)
         hard = verify_hard_inputs(workspace, num_tokens, lse_base=options.lse_base, seed=options.seed)
         errors[_OURS] = max(errors[_OURS], hard)
@@ -187,7 +220,7 @@ def _rank(group: torch.distributed.ProcessGroup, options: BenchOptions, num_toke
             iters=options.iters,
             warmup=options.warmup,
             num_calls=options.burst,
-            produce=lambda: partial_out.add_(0),
+            produce=lambda name: ours.produce() if name == _OURS else partial_out.add_(0),
         )
         num_bytes = floor.moved_bytes(num_ranks, *shape, dtype.itemsize)
         return Samples(times, floor.memcpy_samples_us(num_bytes, barrier), errors)

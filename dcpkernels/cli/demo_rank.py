@@ -87,7 +87,7 @@ def run_rank(group: torch.distributed.ProcessGroup, task: RankTask) -> RankResul
             measure.Barrier(workspace),
             iters=task.iters,
             warmup=WARMUP,
-            produce=lambda: partial_out.add_(0),
+            produce=lambda name: partial_out.add_(0),
             progress=progress.add_call,
         )
         return RankResult(local_lengths, partial_out, partial_lse, outs, times, workspace.num_bytes, workspace.isa)

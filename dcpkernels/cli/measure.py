@@ -61,20 +61,21 @@ def take_turns(
     iters: int,
     warmup: int,
     num_calls: int = 1,
-    produce: Callable[[], object] = lambda: None,
+    produce: Callable[[str], object] = lambda name: None,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
     """Microseconds of each call of each candidate on this rank. All ranks call this with the same arguments.
 
-    Before each call, untimed, `produce` writes the inputs anew, as attention does before a merge: every candidate finds
-    them where a decode step leaves them, and not where the candidate before it has pushed them. Then all ranks meet.
-    A sample is the mean of `num_calls` calls back to back. A call runs from this rank's entry to its own return. Who wants the time of the collective takes, call by call, the
-    slowest rank (`timing.max_over_ranks`).
+    Before each call, untimed, `produce(name)` writes the inputs of that candidate anew, as attention does before a merge:
+    every candidate finds them where a decode step leaves them, and not where the candidate before it has pushed them.
+    Then all ranks meet. A sample is the mean of `num_calls` calls back to back. A call runs from this rank's entry to
+    its own return. Who wants the time of the collective takes, call by call, the slowest rank
+    (`timing.max_over_ranks`).
     """
 
-    def before() -> None:
+    def before(name: str) -> None:
         progress()
-        produce()
+        produce(name)
         barrier()
 
     gc.collect()

@@ -48,21 +48,21 @@ def interleave(
     rounds: int,
     warmup: int = 1,
     num_calls: int = 1,
-    before: Callable[[], object] | None = None,
+    before: Callable[[str], object] | None = None,
 ) -> dict[str, list[float]]:
     """Times candidates in turn, `rounds` times each: microseconds per call, by candidate.
 
     Alternation exposes all of them to the same clock changes and neighbours, and the order is reversed every
     other round, so that none always runs in the cache that another one left. The order depends on the round
-    alone: ranks that call this together always run the same candidate. `before` runs untimed ahead of every
-    sample (a barrier).
+    alone: ranks that call this together always run the same candidate. `before(name)` runs untimed ahead of
+    every sample of a candidate (a barrier).
     """
     names = list(candidates)
     times: dict[str, list[float]] = {name: [] for name in names}
     for round_idx in range(-warmup, rounds):
         for name in names if round_idx % 2 == 0 else reversed(names):
             if before is not None:
-                before()
+                before(name)
             sample = time_us(candidates[name], num_calls)
             if round_idx >= 0:
                 times[name].append(sample)

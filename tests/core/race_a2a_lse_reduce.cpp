@@ -2,7 +2,12 @@
 // the protocol of csrc/ops/a2a_lse_reduce.cc. Every rank checks what it got; exit code 1 = wrong numbers, 66
 // = a race.
 //
-//   race_a2a_lse_reduce RANKS CHANNELS CALLS SEED
+//   race_a2a_lse_reduce RANKS CHANNELS CALLS SEED WIRE MUTATION
+//
+// WIRE as in core/types.h (0 push, 1 pull, 2 .. 4 packets), MUTATION as in arch/cpu.h and cta_threads.h (0 none).
+//
+// Channels run in threads of their own. With WIRE = 1 a rank writes its input now into a buffer of the region, now
+// elsewhere.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -12,34 +17,42 @@
 #include <thread>
 #include <vector>
 
+#include "host/call.h"
 #include "host/region.h"
 #include "ops/a2a_lse_reduce.h"
 
 namespace dcp::DCP_NS {
-Status a2a_lse_reduce(const A2aLseReduceParams& params);
+extern const A2aLseReduceFns a2a_lse_reduce;
 }
+
+int dcp_mutation = 0;
 
 namespace {
 
 using namespace dcp;
 
 constexpr int kLocalHeads = 3, kHeadDim = 20, kMaxTokens = 4;
-constexpr uint64_t kRowBytes = 256, kLseRowBytes = 64;
+// Large enough for a plain row and for its packets.
+constexpr uint64_t kRowBytes = 1024, kLseInRow = 240;
+constexpr int kBuffers = 2;
 
 struct Shape {
   int num_ranks, num_channels, num_calls;
   unsigned seed;
+  Wire wire;
 
-  uint64_t staging_rows() const { return uint64_t(2) * (num_ranks - 1) * kMaxTokens; }
+  uint64_t slot_rows() const { return uint64_t(num_ranks - 1) * kMaxTokens; }
   ControlLayout control() const {
     const uint64_t stream_bytes =
         sizeof(StreamState) + num_channels * (sizeof(ChannelState) + sizeof(Doorbell));
     const uint64_t flags_bytes = uint64_t(2) * num_channels * num_ranks * sizeof(Flag);
     return {0, 64, stream_bytes, 64 + stream_bytes, flags_bytes, 1, num_channels};
   }
-  uint64_t payload_offset() const { return control().flags_offset + control().flags_bytes; }
-  uint64_t lse_offset() const { return payload_offset() + staging_rows() * kRowBytes; }
-  uint64_t num_bytes() const { return lse_offset() + staging_rows() * kLseRowBytes + 64; }
+  uint64_t staging_offset() const { return control().flags_offset + control().flags_bytes; }
+  uint64_t unpacked_offset() const { return staging_offset() + 2 * slot_rows() * kRowBytes; }
+  uint64_t buffer_offset() const { return unpacked_offset() + slot_rows() * kRowBytes; }
+  uint64_t buffer_bytes() const { return uint64_t(kMaxTokens) * kLocalHeads * num_ranks * kHeadDim * 4; }
+  uint64_t num_bytes() const { return buffer_offset() + kBuffers * buffer_bytes() + 64; }
 };
 
 // The number of tokens of a call: the same on all ranks, and often another than in the call before.
@@ -55,10 +68,47 @@ float lse_of(int call, int rank, int token, int head) {
   return float((call + 3 * rank + token + 2 * head) % 7) * 0.5f;
 }
 
-bool run_call(const Shape& shape, const uint64_t* bases, int rank, int call) {
+// Which buffer this rank writes next, as dcpkernels/_direct.py has it.
+struct Turn {
+  int next = 0;
+};
+
+// All channels of one call, each in a thread when there are several.
+Status run_channels(const A2aLseReduceParams& p) {
+  if (p.control.num_channels == 1) return DCP_NS::a2a_lse_reduce.run(p, {0, 1, nullptr});
+  std::vector<Status> statuses(p.control.num_channels);
+  std::vector<std::thread> threads;
+  for (int c = 0; c < p.control.num_channels; ++c) {
+    threads.emplace_back([&, c] { statuses[c] = DCP_NS::a2a_lse_reduce.run(p, {c, c + 1, nullptr}); });
+  }
+  for (auto& thread : threads) thread.join();
+  for (Status status : statuses) {
+    if (status != Status::kOk) return status;
+  }
+  return Status::kOk;
+}
+
+bool run_call(const Shape& shape, const uint64_t* bases, int rank, int call, Turn& turn, bool in_buffer) {
   const int num_heads = kLocalHeads * shape.num_ranks, num_tokens = tokens_of(shape, call);
-  std::vector<float> partial(size_t(num_tokens) * num_heads * kHeadDim), lse(size_t(num_tokens) * num_heads);
+  std::vector<float> elsewhere(size_t(num_tokens) * num_heads * kHeadDim), lse(size_t(num_tokens) * num_heads);
   std::vector<float> out(size_t(num_tokens) * kLocalHeads * kHeadDim, -1.0f);
+  A2aLseReduceParams p = {};
+  p.symm = {bases, rank, shape.num_ranks};
+  p.control = shape.control();
+  p.wait = {60000000000, 60000000000, 20, 20, nullptr, nullptr};
+  float* partial = elsewhere.data();
+  if (shape.wire == Wire::kPull) {
+    in_buffer = in_buffer && num_tokens <= kMaxTokens;
+    p.buffer_idx = turn.next;
+    turn.next = 1 - turn.next;
+    p.copies_to_buffer = !in_buffer;
+    p.buffer_offset = shape.buffer_offset();
+    p.buffer_bytes = shape.buffer_bytes();
+    if (in_buffer) {
+      if (DCP_NS::acquire_buffer(p.symm, p.control, p.wait, 0, p.buffer_idx) != Status::kOk) return false;
+      partial = reinterpret_cast<float*>(bases[rank] + p.buffer_offset + p.buffer_idx * p.buffer_bytes);
+    }
+  }
   for (int t = 0; t < num_tokens; ++t) {
     for (int h = 0; h < num_heads; ++h) {
       const size_t row = size_t(t) * num_heads + h;
@@ -66,8 +116,8 @@ bool run_call(const Shape& shape, const uint64_t* bases, int rank, int call) {
       std::fill_n(&partial[row * kHeadDim], kHeadDim, value_of(call, rank, t, h));
     }
   }
-  A2aLseReduceParams p = {};
-  p.partial_out = partial.data();
+  uint64_t num_nonfinite = 0;
+  p.partial_out = partial;
   p.partial_lse = lse.data();
   p.out = out.data();
   p.partial_out_token_stride = num_heads * kHeadDim;
@@ -78,17 +128,15 @@ bool run_call(const Shape& shape, const uint64_t* bases, int rank, int call) {
   p.out_head_stride = kHeadDim;
   p.num_tokens = num_tokens;
   p.lse_base = LseBase::k2;
+  p.num_nonfinite_lse = &num_nonfinite;
+  p.wire = shape.wire;
   p.num_local_heads = kLocalHeads;
   p.head_dim = kHeadDim;
   p.max_round_rows = kMaxTokens;
-  p.payload_offset = shape.payload_offset();
-  p.row_bytes = kRowBytes;
-  p.lse_offset = shape.lse_offset();
-  p.lse_row_bytes = kLseRowBytes;
-  p.symm = {bases, rank, shape.num_ranks};
-  p.control = shape.control();
-  p.wait = {60000000000, 60000000000, 20, 20, nullptr, nullptr};
-  if (DCP_NS::a2a_lse_reduce(p) != Status::kOk) {
+  p.staging = {shape.staging_offset(), kRowBytes, kMaxTokens};
+  p.unpacked = {shape.unpacked_offset(), kRowBytes, kMaxTokens};
+  p.lse_in_row = shape.wire == Wire::kPull ? 0 : kLseInRow;
+  if (run_channels(p) != Status::kOk) {
     std::fprintf(stderr, "rank %d call %d: faulted\n", rank, call);
     return false;
   }
@@ -116,9 +164,10 @@ bool run_call(const Shape& shape, const uint64_t* bases, int rank, int call) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 5) return 2;
+  if (argc != 7) return 2;
   const Shape shape = {std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3]),
-                       unsigned(std::atoi(argv[4]))};
+                       unsigned(std::atoi(argv[4])), dcp::Wire(std::atoi(argv[5]))};
+  dcp_mutation = std::atoi(argv[6]);
   std::vector<std::vector<char>> regions(shape.num_ranks);
   std::vector<uint64_t> bases;
   for (auto& region : regions) {
@@ -132,9 +181,10 @@ int main(int argc, char** argv) {
   for (int rank = 0; rank < shape.num_ranks; ++rank) {
     ranks.emplace_back([&, rank] {
       std::mt19937 random(shape.seed + rank);
+      Turn turn;
       for (int call = 0; call < shape.num_calls && good; ++call) {
         if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
-        if (!run_call(shape, bases.data(), rank, call)) good = false;
+        if (!run_call(shape, bases.data(), rank, call, turn, random() % 3 != 0)) good = false;
       }
     });
   }

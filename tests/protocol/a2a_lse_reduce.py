@@ -8,6 +8,8 @@
     confirm  look at poison after the last read of staging
     leave    the last channel stores the epoch
 
+This is the bulk way. a2a_pull.py adds the steps `acquire` and `release`, a2a_packet.py adds `receive`.
+
 Three more are fate's: a wait may `expire`, a rank may `crash`, and whoever reports a fault has to `poison`
 one peer after the other, with time in between. A thread of the model is one channel of one rank. Data is a
 name, (call, round): a merge is right when every slot that it reads bears the reader's own name.
@@ -29,6 +31,7 @@ class Step(NamedTuple):
     row: int = -1
     name: tuple[int, int] = (-1, -1)  # of the data that is published or wanted
     cells: tuple[Any, ...] = ()  # what it touches, by parity
+    ends_round: bool = False  # the next round of the same call follows
 
 
 class Thread(NamedTuple):
@@ -43,6 +46,8 @@ class State(NamedTuple):
 
 
 class A2aLseReduce:
+    host_steps: tuple[str, ...] = ()  # of the caller, between calls
+
     def __init__(self, case: Case, rules: Rules = Rules()) -> None:
         self.case, self.rules = case, rules
         self.ranks, self.channels = range(len(case.calls)), range(case.num_channels)
@@ -51,6 +56,7 @@ class A2aLseReduce:
         self._memory: list[Any] = []
         for rank in self.ranks:
             self._declare_region(rank)
+        self._enters: dict[tuple[int, ...], int] = {}  # rank, channel, call -> enter
         self._exits: dict[tuple[int, ...], tuple[int, int]] = {}  # rank, channel, call -> first poison, leave
         self.programs = [self._program(rank, ch) for rank, ch in self.threads]
         # Moves that may be taken alone, see explore(). `leave` touches words that only its own rank reads, at
@@ -91,11 +97,14 @@ class A2aLseReduce:
     def _program(self, rank: int, ch: int) -> list[Step]:
         program: list[Step] = []
         for index, call in enumerate(self.case.calls[rank]):
-            steps = [Step("enter", index)]
+            steps = [*self._host(rank, ch, index), Step("enter", index)]
+            self._enters[rank, ch, index] = len(program) + len(steps) - 1
             if sum(call.rounds) or self.rules.round_when_empty:
                 for number, num_rows in enumerate(call.rounds):
                     steps += self._round(rank, ch, index, call, number, num_rows)
-                steps += [Step("confirm", index)] * self.rules.confirm
+                    if number + 1 < len(call.rounds):
+                        steps[-1] = steps[-1]._replace(ends_round=True)
+                steps += [Step("confirm", index)] * self._confirms_last()
             poison_at = len(program) + len(steps)
             steps += [Step("poison", index, peer=peer) for peer in self._peers(rank)] + [Step("leave", index)]
             leave_at = len(program) + len(steps) - 1
@@ -104,6 +113,13 @@ class A2aLseReduce:
                 after = len(program) + 1
                 program.append(step._replace(after=leave_at if after == poison_at else after))
         return program
+
+    def _host(self, rank: int, ch: int, index: int) -> list[Step]:
+        """What the caller does before this call."""
+        return []
+
+    def _confirms_last(self) -> bool:
+        return self.rules.confirm
 
     def _round(self, rank: int, ch: int, index: int, call: Call, number: int, num_rows: int) -> list[Step]:
         name, num_channels = (call.number, number), len(self.channels)
@@ -154,13 +170,16 @@ class A2aLseReduce:
         rank, ch = self.threads[index]
         poison_at, leave_at = self._exits[rank, ch, step.call]
         adopts, is_first = bool(self._poison_word(state, rank)), not self._cause(state, rank)
-        writes = {self._cell["fault", rank]: (cause, step.call)} if is_first else {}
+        writes = {self._cell["fault", rank]: (cause, self._last_call(step))} if is_first else {}
         if not adopts and self.rules.poison_self:
             writes[self._cell["poison", rank]] = cause
         tells = not adopts or (self.rules.forward_poison and is_first)
         wrong = f"a healthy call faults ({cause})" if self.case.promise == "data" else ""
         thread = Thread(poison_at if tells else leave_at, thread.epoch)
         return self._move(state, index, thread, writes, note, wrong)
+
+    def _last_call(self, step: Step) -> int:
+        return step.call - (step.kind in self.host_steps)
 
     def _poison_word(self, state: State, rank: int) -> str:
         return state.memory[self._cell["poison", rank]]
@@ -170,14 +189,26 @@ class A2aLseReduce:
         return fault[0] if fault else ""
 
     def _enter(self, state: State, index: int, thread: Thread, step: Step) -> Iterator[Move]:
-        rank = self.threads[index][0]
-        if state.memory[self._cell["left", rank]] < step.call * len(self.channels):
-            return  # the caller orders its calls: this one starts when all channels have left the one before
+        rank, ch = self.threads[index]
+        if not self._may_start(state, rank, ch, step.call):
+            return
         thread = Thread(step.after, self.rules.next_epoch(state.memory[self._cell["epoch", rank]]))
         if cause := self._poison_word(state, rank):
             yield self._fault(state, index, thread, step, cause, "adopts poison")
         else:
             yield self._move(state, index, thread, {})
+
+    def _may_start(self, state: State, rank: int, ch: int, call: int) -> bool:
+        """The caller orders its calls: all channels have left the one before. Channels that share a thread
+        run one after the other, each straight through."""
+        if state.memory[self._cell["left", rank]] < call * len(self.channels):
+            return False
+        order = self.case.channel_orders[rank] if self.case.channel_orders else ()
+        before = order[:order.index(ch)] if order else ()
+        return all(self._pc(state, rank, other) > self._exits[rank, other, call][1] for other in before)
+
+    def _pc(self, state: State, rank: int, ch: int) -> int:
+        return state.threads[rank * len(self.channels) + ch].pc
 
     def _publish(self, state: State, index: int, thread: Thread, step: Step) -> Iterator[Move]:
         slot = step.cells[thread.epoch & 1]
@@ -192,32 +223,40 @@ class A2aLseReduce:
         epoch, digest = state.memory[step.cells[thread.epoch & 1]]
         wanted = (low32(thread.epoch), self.case.calls[rank][step.call].digest)
         if (epoch, digest) == wanted or (not self.rules.exact_match and epoch >= wanted[0]):
-            yield self._move(state, index, thread._replace(pc=step.after), {})
+            yield self._move(state, index, self._onward(thread, step), {})
         elif cause := self._poison_word(state, rank):
             yield self._fault(state, index, thread, step, cause, "adopts poison")
         elif self.rules.exact_match and epoch != low32(self.rules.old_epoch(thread.epoch)):
             yield self._fault(state, index, thread, step, MISMATCH, "mismatch")
-        elif self._gives_up(state, index, thread):
+        elif self._gives_up(state, rank, self._lacks_flag_of_0(state, index, thread)):
             yield self._fault(state, index, thread, step, TIMEOUT, "expire")
 
-    def _gives_up(self, state: State, index: int, thread: Thread) -> bool:
-        rank, ch = self.threads[index]
+    def _onward(self, thread: Thread, step: Step, torn: str = "") -> Thread:
+        epoch = self.rules.next_epoch(thread.epoch) if step.ends_round else thread.epoch
+        return Thread(step.after, epoch, thread.torn or torn)
+
+    def _gives_up(self, state: State, rank: int, lacks_0: bool) -> bool:
         if rank == 0 or "lost" not in self.case.fates:
             return "expire" in self.case.fates or (rank == 0 and "interrupt" in self.case.fates)
-        flag = state.memory[self._flag(rank, ch, 0)[thread.epoch & 1]]
-        return self._cause(state, 0) == CRASH and flag[0] != low32(thread.epoch)
+        return self._cause(state, 0) == CRASH and lacks_0
+
+    def _lacks_flag_of_0(self, state: State, index: int, thread: Thread) -> bool:
+        rank, ch = self.threads[index]
+        return rank != 0 and state.memory[self._flag(rank, ch, 0)[thread.epoch & 1]][0] != low32(thread.epoch)
+
+    def _reads(self, state: State, index: int, thread: Thread, step: Step) -> Iterator[tuple[int, int, Any]]:
+        for row, src, cell in step.cells[thread.epoch & 1]:
+            yield row, src, state.memory[cell]
 
     def _reduce(self, state: State, index: int, thread: Thread, step: Step) -> Iterator[Move]:
-        torn = thread.torn
-        for row, src, cell in step.cells[thread.epoch & 1]:
-            found = state.memory[cell]
+        torn = ""
+        for row, src, found in self._reads(state, index, thread, step):
             if found != step.name and not torn:
-                held = "nothing" if found is None else "call {} round {}".format(*found)
+                held = "nothing" if found is None else found
+                held = held if isinstance(held, str) else "call {} round {}".format(*held)
                 torn = f"row {row} of rank {src} held {held}, not call {step.name[0]} round {step.name[1]}"
-        is_last = self.programs[index][step.after].kind in ("confirm", "leave")
-        epoch = thread.epoch if is_last else self.rules.next_epoch(thread.epoch)
-        wrong = f"wrong data returned: {torn}" if torn and not self.rules.confirm else ""
-        yield self._move(state, index, Thread(step.after, epoch, torn), {}, wrong=wrong)
+        wrong = f"wrong data returned: {torn}" if torn and not self._confirms_last() else ""
+        yield self._move(state, index, self._onward(thread, step, torn), {}, wrong=wrong)
 
     def _confirm(self, state: State, index: int, thread: Thread, step: Step) -> Iterator[Move]:
         if cause := self._poison_word(state, self.threads[index][0]):
@@ -248,7 +287,7 @@ class A2aLseReduce:
             if self.threads[index][0] == 0:
                 if threads[index].pc < len(program):
                     step = program[threads[index].pc]
-                    entered = min(entered, step.call - (step.kind == "enter"))
+                    entered = min(entered, self._last_call(step) - (step.kind == "enter"))
                 threads[index] = Thread(len(program))
         memory = list(state.memory)
         memory[self._cell["fault", 0]] = (CRASH, entered)
@@ -281,8 +320,12 @@ class A2aLseReduce:
         thread = state.threads[index]
         step = self.programs[index][thread.pc]
         epoch = thread.epoch or self.rules.next_epoch(state.memory[self._cell["epoch", rank]])
-        rows = dict.fromkeys(str(row) for row, _, _ in step.cells[0]) if step.kind == "reduce" else ()
-        words = {"publish": f" row {step.row} to rank {step.peer}", "signal": f" rank {step.peer}",
-                 "wait": f" for rank {step.peer}", "poison": f" rank {step.peer}",
-                 "reduce": f" rows {', '.join(rows) or 'none'}"}.get(step.kind, "")
-        return f"rank {rank} ch {ch}: {step.kind}{words} (epoch {epoch})" + (f", {note}" if note else "")
+        words = f"{step.kind}{self._words(step)} (epoch {epoch})"
+        return f"rank {rank} ch {ch}: {words}" + (f", {note}" if note else "")
+
+    def _words(self, step: Step) -> str:
+        if step.kind == "publish":
+            return f" row {step.row} to rank {step.peer}"
+        if step.kind == "reduce":
+            return f" rows {', '.join(dict.fromkeys(str(row) for row, _, _ in step.cells[0])) or 'none'}"
+        return f" for rank {step.peer}" if step.kind == "wait" else f" rank {step.peer}" if step.peer >= 0 else ""

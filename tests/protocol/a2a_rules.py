@@ -82,3 +82,4 @@ class Case:
     # is not there. Only rank 0 is picked: peers are visited in rotated order, so another rank is the same
     # case with other names.
     fates: tuple[str, ...] = ()
+    channel_orders: tuple[tuple[int, ...], ...] = ()  # [rank]: one thread runs all channels, in this order

@@ -121,6 +121,15 @@ def test_the_first_channel_to_leave_stores_the_epoch():
     assert "rank 1 ch 1: enter (epoch 5)" in result.trace
 
 
+def test_channels_that_share_a_thread_in_another_order_on_every_rank():
+    # Each rank's first channel waits for the peer's, which comes second there.
+    case = Case((calls(2),) * 2, num_channels=2, channel_orders=((0, 1), (1, 0)))
+    assert explore(A2aLseReduce(Case(case.calls, num_channels=2, channel_orders=((0, 1), (0, 1))))).ok
+    assert explore(A2aLseReduce(case)).wrong == (
+        "deadlock: rank 0 ch 0: wait for rank 1 (epoch 4); rank 0 ch 1: enter (epoch 4); "
+        "rank 1 ch 0: enter (epoch 4); rank 1 ch 1: wait for rank 0 (epoch 4)")
+
+
 def test_without_confirm_a_late_rank_returns_what_an_impatient_one_overwrote():
     # Takes a rank that goes on to publish after it has reported a fault: a late peer may read that.
     case = Case((calls(1, 1, 1),) * 2, "either", fates=("expire",))

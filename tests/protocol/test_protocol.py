@@ -36,6 +36,11 @@ def test_every_call_returns_the_merge_of_all_ranks(num_ranks, num_channels, same
     assert result.ends == 1  # whatever the schedule, all end the same way
 
 
+@pytest.mark.parametrize("orders", [((0, 1, 2), (0, 1, 2)), ((0, 1, 2), ())], ids=["all-share", "one-rank-shares"])
+def test_channels_may_share_a_thread(orders):
+    holds(Case((calls(5, 0, 3, capacity=3),) * 2, num_channels=3, channel_orders=orders))
+
+
 @pytest.mark.parametrize("distance", [0, 1, 2, 3])
 @pytest.mark.parametrize(("num_ranks", "num_channels"), [(2, 1), (2, 2), (3, 1)])
 def test_calls_go_on_across_the_wrap_of_the_epoch(num_ranks, num_channels, distance):
