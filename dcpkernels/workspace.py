@@ -176,9 +176,10 @@ class Workspace:
         """A tensor [num_tokens, num_heads, head_dim] for the attention kernel to write its partial output into.
 
         Pass it, or any view of it with unit last stride, to the lane's next `a2a_lse_reduce` as `partial_out`: with
-        config.zero_copy peers read it where it is. Two buffers are handed out in turn, so that one call's can be
-        written while peers still read the other's; this waits until they have read what was in it. Ask for one before
-        each call: a tensor serves one call, and an older one raises DcpInvalidArgument there.
+        config.zero_copy peers read it where it is. There are two buffers a lane: one can be written while peers still
+        read the other. The one that was used last is handed out when they have read it (it is still in the cache),
+        else the other one; this waits only when they still read both. Ask for one before each call: a tensor serves one
+        call, and one that peers may still read raises DcpInvalidArgument there.
 
         Not collective. Without zero_copy, and with the collective backend, it is an ordinary new tensor.
 

@@ -22,7 +22,7 @@ inline constexpr int kOverlap = 100, kNoMemory = 101, kClosed = 102, kStaleBuffe
 
 // The two buffers of one lane in pull mode, as the host sees them.
 struct BufferPair {
-  int next = 0;         // which one is handed out next
+  int last_used = 0;    // which one peers were to read last; it is the one that may still be in a cache
   int handed_out = -1;  // which one the caller may write, until the call that takes it
 };
 
@@ -53,15 +53,18 @@ class Endpoint {
   const WaitPolicy& wait() const { return wait_; }
   const Variant& variant() const { return *variant_; }
 
-  // Hands out the buffer that is next on this stream: a Status or one of the codes above, and its index.
+  // Hands out a buffer of this stream: a Status or one of the codes above, and its index. Waits only when peers
+  // still read in both.
   std::pair<int, int> hand_out_buffer(int stream_idx) {
     BufferPair& pair = buffers(stream_idx);
     if (!begin_call()) return {kClosed, -1};
     Status status = Status::kBusy;
+    int buffer_idx = -1;
     if (DCP_NS::claim_call(symm_, control_, stream_idx)) {
+      buffer_idx = free_buffer(stream_idx);
       {
         py::gil_scoped_release no_gil;
-        status = DCP_NS::acquire_buffer(symm_, control_, wait_, stream_idx, pair.next);
+        status = DCP_NS::acquire_buffer(symm_, control_, wait_, stream_idx, buffer_idx);
       }
       DCP_NS::release_call(symm_, control_, stream_idx);
     }
@@ -70,9 +73,13 @@ class Endpoint {
       if (PyErr_Occurred() != nullptr) throw py::error_already_set();
       return {int(status), -1};
     }
-    pair.handed_out = pair.next;
-    pair.next = 1 - pair.next;
-    return {0, pair.handed_out};
+    pair.handed_out = buffer_idx;
+    return {0, buffer_idx};
+  }
+  // The buffer to write next: the last one if peers have read it, as it is in the cache, else the other one.
+  int free_buffer(int stream_idx) {
+    const int last = buffers(stream_idx).last_used;
+    return DCP_NS::is_released(symm_, control_, stream_idx, last) ? last : 1 - last;
   }
   BufferPair& buffers(int stream_idx) {
     DCP_CHECK(stream_idx >= 0 && stream_idx < control_.num_streams, stream_idx);

@@ -14,6 +14,20 @@ inline void release_call(const SymmView& symm, const ControlLayout& control, int
   arch::store_release_sys(&stream_state(symm, control, symm.rank, stream_idx)->in_flight, 0u);
 }
 
+// Whether all peers have read what they were to read in buffer `buffer_idx`. Does not wait.
+inline bool is_released(const SymmView& symm, const ControlLayout& control, int stream_idx, int buffer_idx) {
+  for (int channel_idx = 0; channel_idx < control.num_channels; ++channel_idx) {
+    const uint64_t epoch =
+        channel_state(symm, control, symm.rank, stream_idx, channel_idx)->buffer_epochs[buffer_idx];
+    for (int i = 1; epoch != 0 && i < symm.num_ranks; ++i) {
+      const Flag* flag =
+          stream_flag(symm, control, symm.rank, stream_idx, epoch, channel_idx, peer_order(symm, i));
+      if (arch::load_acquire_sys(&flag->released) < epoch) return false;
+    }
+  }
+  return true;
+}
+
 // Returns when all peers have read what they were to read in buffer `buffer_idx`, or with kFaulted. Whoever returns
 // from a fault has told all peers: they may still read what this caller is free to overwrite now.
 inline Status acquire_buffer(const SymmView& symm, const ControlLayout& control, const WaitPolicy& wait,
