@@ -62,8 +62,8 @@ $(built): setup.py pyproject.toml $(shell find csrc) $(deps)
 
 # Editable: the package is used from this folder, so that only a change to its description needs this again.
 $(installed): setup.py pyproject.toml $(deps) | $(built)
-	@echo "dcpkernels: installing dcpkernels with the extras cli and test"
-	@$(pip) --no-build-isolation --editable '.[cli,test]'
+	@echo "dcpkernels: installing dcpkernels with the extras cli, mpi and test"
+	@$(pip) --no-build-isolation --editable '.[cli,mpi,test]'
 	@touch '$@'
 
 clean:

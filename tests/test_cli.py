@@ -245,7 +245,7 @@ def _bind(group: torch.distributed.ProcessGroup) -> tuple[set[int], set[int]]:
         (["bench", "all_to_all"], "bench: op must be one of a2a_lse_reduce (got 'all_to_all')"),
         (["bench", "a2a_lse_reduce", "--device", "cuda"], "device must have a built target: cpu (got 'cuda')"),
         (["bench", "a2a_lse_reduce", "--ranks", "7"], "num_heads must be divisible by num_ranks=7 (got 96)"),
-        (["bench", "a2a_lse_reduce", "--baselines", "gloo,nccl"], "baselines must be of gloo (got nccl)"),
+        (["bench", "a2a_lse_reduce", "--baselines", "gloo,nccl"], "baselines must be of gloo, gloo-exchange, openmpi, openmpi-exchange (got nccl)"),
         (["bench", "a2a_lse_reduce", "--tokens", ","], "tokens must name at least one number"),
         (["bench", "a2a_lse_reduce", "--json", "/nowhere/out.json"], "--json: must be a file in a writable folder"),
         (["demo", "--ranks", "5"], "num_heads must be divisible by num_ranks=5 (got 96)"),

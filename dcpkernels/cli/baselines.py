@@ -1,14 +1,64 @@
-"""What an engine runs without this library: pack, all-to-all, merge, by torch.distributed and torch ops.
+"""What an engine runs without this library: pack, all-to-all, merge, by torch.distributed or MPI and torch ops.
 
 Frozen: it is the yardstick of every number that this repository shows. Everything is allocated beforehand.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
-BASELINES = ("gloo",)
+from dcpkernels.cli import openmpi
+
+_OPENMPI = "openmpi"
+_EXCHANGE = "-exchange"  # at the end of a name: the all-to-all alone, of what has been packed before
+BASELINES = ("gloo", "gloo-exchange", _OPENMPI, _OPENMPI + _EXCHANGE)
+
+
+def uses_openmpi(names: Sequence[str]) -> bool:
+    return any(name.removesuffix(_EXCHANGE) == _OPENMPI for name in names)
+
+
+def require(names: Sequence[str]) -> dict[str, str]:
+    """Versions of the libraries that these need besides torch. Raises DcpUnsupported when one is missing."""
+    return {"mpi": openmpi.require()} if uses_openmpi(names) else {}
+
+
+def is_exchange(name: str) -> bool:
+    """Whether only the all-to-all is timed, which is less than the op."""
+    return name.endswith(_EXCHANGE)
+
+
+@contextmanager
+def opened(
+    names: Sequence[str],
+    group: dist.ProcessGroup,
+    num_tokens: int,
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    mpi_job: str | None,
+) -> Iterator[dict[str, PackedAllToAll]]:
+    """In a rank process: the baselines of these names, each with buffers of its own. `mpi_job` is of `openmpi.job`."""
+    mpi = openmpi.joined(mpi_job, group.rank(), group.size()) if mpi_job is not None else nullcontext()
+    with mpi as comm:
+        yield {
+            name: PackedAllToAll(
+                group,
+                num_tokens,
+                num_heads,
+                head_dim,
+                dtype,
+                all_to_all=partial(openmpi.all_to_all, comm) if uses_openmpi([name]) else None,
+            )
+            for name in names
+        }
+
 
 _ALIGNMENT = 8  # of a peer's part of the buffer, so that its LSEs can be seen as fp32
 
@@ -21,6 +71,7 @@ class PackedAllToAll:
 
     Args:
         group: a torch.distributed group that can do all_to_all_single (gloo here).
+        all_to_all: makes, of the tensors (recv, send), what exchanges them. Default: `group`'s all_to_all_single.
         empty_rows: int64 [n], the rows that are empty on this rank. Known per batch, as in an engine; their payload may
             be NaN, so it is replaced by 0 and the LSE by -inf. A row that is empty on all ranks comes out as NaN.
     """
@@ -33,9 +84,9 @@ class PackedAllToAll:
         head_dim: int,
         dtype: torch.dtype,
         *,
+        all_to_all: Callable[[torch.Tensor, torch.Tensor], Callable[[], object]] | None = None,
         empty_rows: torch.Tensor | None = None,
     ) -> None:
-        self._group = group
         self._num_ranks = num_ranks = group.size()
         num_local_heads = num_heads // num_ranks
         self._heads = (num_tokens, num_ranks, num_local_heads)
@@ -48,23 +99,34 @@ class PackedAllToAll:
             lse = buffer[:, lse_offset : lse_offset + num_tokens * num_local_heads * 4].view(torch.float32)
             return payload, lse.view(num_ranks, num_tokens, num_local_heads)
 
-        self._send = torch.zeros(num_ranks, part_bytes, dtype=torch.uint8)
-        self._recv = torch.zeros_like(self._send)
-        self._send_payload, self._send_lse = views(self._send)
+        self.packed = torch.zeros(num_ranks, part_bytes, dtype=torch.uint8)
+        self._recv = torch.zeros_like(self.packed)
+        self._send_payload, self._send_lse = views(self.packed)
         self._recv_payload, self._recv_lse = views(self._recv)
         self._weight = torch.empty(num_ranks, num_tokens, num_local_heads)
         self._shard = torch.empty(num_tokens, num_local_heads, head_dim)
         self._sum = torch.empty_like(self._shard)
         self._empty_rows = empty_rows if empty_rows is not None and len(empty_rows) else None
+        self.exchange = (
+            all_to_all(self._recv, self.packed)
+            if all_to_all is not None
+            else partial(dist.all_to_all_single, self._recv, self.packed, group=group)
+        )
 
     def __call__(self, partial_out: torch.Tensor, partial_lse: torch.Tensor, out: torch.Tensor) -> None:
         """partial_out [T, H, D] and partial_lse [T, H] to out [T, Hr, D], all contiguous."""
+        self.pack(partial_out, partial_lse)
+        self.exchange()
+        self.merge(out)
+
+    def pack(self, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> None:
         self._send_payload.copy_(partial_out.view(*self._heads, -1).transpose(0, 1))
         self._send_lse.copy_(partial_lse.view(self._heads).transpose(0, 1))
         if self._empty_rows is not None:
             self._send_payload.index_fill_(1, self._empty_rows, 0.0)
             self._send_lse.index_fill_(1, self._empty_rows, float("-inf"))
-        dist.all_to_all_single(self._recv, self._send, group=self._group)
+
+    def merge(self, out: torch.Tensor) -> None:
         torch.softmax(self._recv_lse, 0, out=self._weight)
         # Five ways were timed for 2 and 8 ranks and 1, 8 and 64 rows. This one is the fastest at 64 rows and at most a
         # sixth behind the best elsewhere. Relative to it: all shards to fp32 first, then addcmul, 0.95 to 1.4; addcmul

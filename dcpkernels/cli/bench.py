@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import dcpkernels
-from dcpkernels.cli import floor, machine, measure, table
-from dcpkernels.cli.baselines import BASELINES, PackedAllToAll
+from dcpkernels.cli import baselines, floor, machine, measure, openmpi, table
 from dcpkernels.cli.verify import rank_inputs, verify_hard_inputs, verify_timed_inputs
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
 from dcpkernels.testing import run_ranks
@@ -37,7 +38,8 @@ class BenchOptions:
     baselines: tuple[str, ...] = ("gloo",)
     isa: str | None = None
     iters: int = 200
-    warmup: int = 20
+    warmup: int = 3
+    turn: int = 8
     seed: int = 0
     burst: int = 1
     wire: str = "auto"
@@ -58,9 +60,9 @@ def run(options: BenchOptions, *, json_path: Path | None = None) -> int:
     """The command: prints header and table, writes the rows. Raises DcpError when a result is outside its bound."""
     machine.require_writable("--json", json_path)
     isa = check(options)
-    host = machine.describe()
+    host = machine.describe() | baselines.require(options.baselines)
     print(machine.one_line(host, isa))
-    against = ", alternating with " + ", ".join(options.baselines) if options.baselines else ""
+    against = ", in turns with " + ", ".join(options.baselines) if options.baselines else ""
     wire = "zero copy" if options.zero_copy else f"wire {options.wire}"
     print(
         f"{options.op}: {wire}, {options.num_ranks} rank processes, {options.num_heads} heads, head_dim {options.head_dim}, "
@@ -83,9 +85,10 @@ def check(options: BenchOptions) -> str:
         raise DcpUnsupported(f"bench: op must be one of {', '.join(OPS)} (got {options.op!r})")
     if options.device != "cpu":
         raise DcpUnsupported(f"bench: device must have a built target: cpu (got {options.device!r})")
-    unknown = [name for name in options.baselines if name not in BASELINES]
+    unknown = [name for name in options.baselines if name not in baselines.BASELINES]
     if unknown:
-        raise DcpUnsupported(f"bench: baselines must be of {', '.join(BASELINES)} (got {', '.join(unknown)})")
+        raise DcpUnsupported(f"bench: baselines must be of {', '.join(baselines.BASELINES)} (got {', '.join(unknown)})")
+    baselines.require(options.baselines)
     if not options.tokens:
         raise DcpInvalidArgument("bench: tokens must name at least one number (got none)")
     dcpkernels.Workspace.size(_config(options, max(options.tokens)), options.num_ranks)
@@ -97,7 +100,10 @@ def measure_row(options: BenchOptions, num_tokens: int, isa: str) -> tuple[dict[
 
     Raises DcpError when a result, ours or a baseline's, is outside its bound; then nothing has been timed.
     """
-    per_rank = run_ranks(_rank, options.num_ranks, options, num_tokens, mode="process", timeout_s=_TIMEOUT_S)
+    with openmpi.job(options.num_ranks) if baselines.uses_openmpi(options.baselines) else nullcontext() as mpi_job:
+        per_rank = run_ranks(
+            _rank, options.num_ranks, options, num_tokens, mpi_job, mode="process", timeout_s=_TIMEOUT_S
+        )
     errors = per_rank[0].max_err_over_bound
     for name, error in errors.items():
         if not error <= 1:
@@ -121,6 +127,7 @@ def measure_row(options: BenchOptions, num_tokens: int, isa: str) -> tuple[dict[
         "dtype": options.dtype,
         "num_iters": options.iters,
         "calls_per_sample": options.burst,
+        "samples_per_turn": options.turn,
         "wire": options.wire,
         "zero_copy": options.zero_copy,
         "median_us": round(ours.median_us, 3),
@@ -131,8 +138,8 @@ def measure_row(options: BenchOptions, num_tokens: int, isa: str) -> tuple[dict[
         "max_err_over_bound": errors[_OURS],
         "baselines": {name: _baseline_entry(times[name], errors[name]) for name in options.baselines},
     }
-    # Against the fastest baseline; with none there is nothing to compare with.
-    medians = [entry["median_us"] for entry in row["baselines"].values()]
+    # Against the fastest baseline that does all of the op; with none there is nothing to compare with.
+    medians = [entry["median_us"] for name, entry in row["baselines"].items() if not baselines.is_exchange(name)]
     row["speedup"] = round(min(medians) / ours.median_us, 2) if medians else None
     return row, times
 
@@ -188,7 +195,9 @@ class _Ours:
         )
 
 
-def _rank(group: torch.distributed.ProcessGroup, options: BenchOptions, num_tokens: int) -> Samples:
+def _rank(
+    group: torch.distributed.ProcessGroup, options: BenchOptions, num_tokens: int, mpi_job: str | None
+) -> Samples:
     """What every rank process does for one row."""
     rank, num_ranks = group.rank(), group.size()
     measure.use_spare_cpus(num_ranks)
@@ -199,16 +208,22 @@ def _rank(group: torch.distributed.ProcessGroup, options: BenchOptions, num_toke
         name: torch.empty(num_tokens, options.num_heads // num_ranks, options.head_dim, dtype=dtype)
         for name in (_OURS, *options.baselines)
     }
-    with dcpkernels.Workspace(group, options.device, _config(options, num_tokens)) as workspace:
+    with (
+        dcpkernels.Workspace(group, options.device, _config(options, num_tokens)) as workspace,
+        baselines.opened(options.baselines, group, *shape, dtype, mpi_job=mpi_job) as others,
+    ):
         measure.bind_to_own_cpus(rank, num_ranks)
         ours = _Ours(workspace, partial_out, partial_lse, outs[_OURS], options.lse_base)
         candidates = {_OURS: ours}
-        if "gloo" in options.baselines:
-            gloo = PackedAllToAll(group, *shape, dtype)
-            candidates["gloo"] = lambda: gloo(partial_out, partial_lse, outs["gloo"])
         ours.produce()
-        for candidate in candidates.values():
-            candidate()
+        ours()
+        inputs = {}
+        for name, other in others.items():
+            other(partial_out, partial_lse, outs[name])  # for the check: also of one of which less is timed
+            if baselines.is_exchange(name):
+                candidates[name], inputs[name] = other.exchange, other.packed
+            else:
+                candidates[name], inputs[name] = partial(other, partial_out, partial_lse, outs[name]), partial_out
         errors = verify_timed_inputs(outs, rank, num_ranks, *shape, dtype, seed=options.seed)
         hard = verify_hard_inputs(workspace, num_tokens, lse_base=options.lse_base, seed=options.seed)
         errors[_OURS] = max(errors[_OURS], hard)
@@ -222,7 +237,8 @@ def _rank(group: torch.distributed.ProcessGroup, options: BenchOptions, num_toke
             iters=options.iters,
             warmup=options.warmup,
             num_calls=options.burst,
-            produce=lambda name: ours.produce() if name == _OURS else partial_out.add_(0),
+            turn=options.turn,
+            produce=lambda name: ours.produce() if name == _OURS else inputs[name].add_(0),
         )
         num_bytes = floor.moved_bytes(num_ranks, *shape, dtype.itemsize)
         return Samples(times, floor.memcpy_samples_us(num_bytes, barrier), errors)

@@ -41,9 +41,10 @@ def describe() -> dict[str, Any]:
 
 def one_line(machine: dict[str, Any], isa: str) -> str:
     cpus = f"{machine['cpus']} CPU{'s' if machine['cpus'] != 1 else ''}"
+    mpi = f"; {machine['mpi']}" if "mpi" in machine else ""
     return (
         f"{machine['cpu']}, {cpus}, {machine['system']}; torch {machine['torch']}; "
-        f"dcpkernels {machine['dcpkernels']}, target cpu ({isa})"
+        f"dcpkernels {machine['dcpkernels']}, target cpu ({isa}){mpi}"
     )
 
 

@@ -61,10 +61,14 @@ def take_turns(
     iters: int,
     warmup: int,
     num_calls: int = 1,
+    turn: int = 1,
     produce: Callable[[str], object] = lambda name: None,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Microseconds of each call of each candidate on this rank. All ranks call this with the same arguments.
+    """Microseconds of `iters` calls of each candidate on this rank. All ranks call this with the same arguments.
+
+    Candidates take turns of `turn` calls; the first half of a turn, and `warmup` turns at the start, are not counted
+    (`timing.interleave` says why).
 
     Before each call, untimed, `produce(name)` writes the inputs of that candidate anew, as attention does before a merge:
     every candidate finds them where a decode step leaves them, and not where the candidate before it has pushed them.
@@ -81,6 +85,8 @@ def take_turns(
     gc.collect()
     gc.disable()  # a collection in one rank would be charged to whatever it interrupts
     try:
-        return interleave(candidates, rounds=iters, warmup=warmup, num_calls=num_calls, before=before)
+        rounds = -(-iters // (turn - turn // 2))
+        times = interleave(candidates, rounds=rounds, warmup=warmup, num_calls=num_calls, turn=turn, before=before)
+        return {name: samples[:iters] for name, samples in times.items()}
     finally:
         gc.enable()

@@ -23,7 +23,7 @@ from dcpkernels.errors import DcpInvalidArgument
 from dcpkernels.heap import memory, sockets
 from dcpkernels.heap.group import Deadline, Group
 from dcpkernels.heap.mesh import Mesh, gave_up
-from dcpkernels.heap.region import Region, check_file, create_file
+from dcpkernels.heap.region import Region, check_file, collapse, create_file
 from dcpkernels.heap.verdict import agree, require_same
 
 _OP = "workspace"  # the collective call that users know; heads every text
@@ -164,6 +164,7 @@ class CpuHeap:
         def create_region() -> None:
             held.file = create_file(nbytes)
             held.regions.append(Region(held.file, nbytes))
+            collapse(held.regions[0].address, nbytes)  # before anybody else maps the file
             init(held.regions[0].address)
 
         _, error = _attempt(create_region)

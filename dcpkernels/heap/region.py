@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import mmap
 import os
 import stat
 import threading
@@ -15,7 +16,11 @@ from dcpkernels.errors import DcpError
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_NOEXEC_SEAL = 0x1, 0x2, 0x8
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW: the size that a receiver checks is the size for ever
-_PROT_READ_WRITE, _MAP_SHARED, _MAP_POPULATE = 0x3, 0x01, 0x8000
+_PROT_NONE, _PROT_READ_WRITE = 0x0, 0x3
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
+_MAP_POPULATE = 0x8000
+_MADV_COLLAPSE = 25  # Linux 6.1
+_HUGE_PAGE = 2 << 20
 # fallocate starts over, and gives back what it had, when a signal comes; a profiler's timer could keep it
 # from ever finishing a large region in one call.
 _FALLOCATE_CHUNK = 2 << 20
@@ -24,6 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def create_file(nbytes: int) -> int:
@@ -59,6 +65,17 @@ def check_file(fd: int, nbytes: int, owner: int) -> None:
         raise DcpError(text, ranks=(owner,))
 
 
+def collapse(address: int, nbytes: int) -> None:
+    """Asks for huge pages under a whole mapping, where the kernel can; the same for all who map the file.
+
+    A call walks through megabytes once, so with small pages it pays for a page walk (two-dimensional on a virtual
+    machine) every 4 KiB: with 2 ranks of 96 heads, D = 512, T = 64, zero copy, that was a quarter of its time.
+    """
+    whole = nbytes - nbytes % _HUGE_PAGE
+    if whole:
+        _libc.madvise(address, whole, _MADV_COLLAPSE)  # no is an answer
+
+
 class Region:
     """A shared mapping, counted: thread ranks use one mapping, and the last of them to let go unmaps it."""
 
@@ -66,10 +83,20 @@ class Region:
         """Maps `fd`; the caller may close it afterwards."""
         # Populated, so that no page table is filled during the first calls.
         flags = _MAP_SHARED | _MAP_POPULATE
-        address = _libc.mmap(None, nbytes, _PROT_READ_WRITE, flags, fd, 0)
-        if address is None or address == ctypes.c_void_p(-1).value:
-            code = ctypes.get_errno()
-            raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}")
+        if nbytes < _HUGE_PAGE:
+            address = _mmap(None, nbytes, _PROT_READ_WRITE, flags, fd)
+        else:  # a huge page needs an address of its own alignment: map into a larger hole, and cut the rest off
+            hole = _mmap(None, nbytes + _HUGE_PAGE, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+            hole_end, address = hole + nbytes + _HUGE_PAGE, -(-hole // _HUGE_PAGE) * _HUGE_PAGE
+            try:
+                _mmap(address, nbytes, _PROT_READ_WRITE, flags | _MAP_FIXED, fd)
+            except OSError:
+                _libc.munmap(hole, nbytes + _HUGE_PAGE)
+                raise
+            end = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+            for first, last in ((hole, address), (end, hole_end)):
+                if last > first:
+                    _libc.munmap(first, last - first)
         self.address: int = address
         self.nbytes = nbytes
         self._users = 1
@@ -95,3 +122,11 @@ class Region:
             self._users -= 1
             if self._users == 0:
                 _libc.munmap(self.address, self.nbytes)
+
+
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    mapped = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+    if mapped is None or mapped == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}")
+    return mapped

@@ -48,9 +48,14 @@ def interleave(
     rounds: int,
     warmup: int = 1,
     num_calls: int = 1,
+    turn: int = 1,
     before: Callable[[str], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Times candidates in turn, `rounds` times each: microseconds per call, by candidate.
+    """Times candidates in turn, `rounds` turns each: microseconds per call, by candidate.
+
+    A turn is `turn` samples one after the other, of which the first half is dropped: by then the caches are as
+    the candidate itself leaves them, and not as the one before it did. A sample is the mean of `num_calls`
+    calls back to back.
 
     Alternation exposes all of them to the same clock changes and neighbours, and the order is reversed every
     other round, so that none always runs in the cache that another one left. The order depends on the round
@@ -61,9 +66,10 @@ def interleave(
     times: dict[str, list[float]] = {name: [] for name in names}
     for round_idx in range(-warmup, rounds):
         for name in names if round_idx % 2 == 0 else reversed(names):
-            if before is not None:
-                before(name)
-            sample = time_us(candidates[name], num_calls)
-            if round_idx >= 0:
-                times[name].append(sample)
+            for place in range(turn):
+                if before is not None:
+                    before(name)
+                sample = time_us(candidates[name], num_calls)
+                if round_idx >= 0 and place >= turn // 2:
+                    times[name].append(sample)
     return times
