@@ -1,5 +1,6 @@
-// CPU target: order, time, bytes, packets. The __atomic builtins are used instead of std::atomic_ref: a member function that is not inlined
-// would be emitted under the same name by every ISA variant. ThreadSanitizer understands both.
+// CPU target: order, time, bytes, packets. The __atomic builtins are used instead of std::atomic_ref: a
+// member function that is not inlined would be emitted under the same name by every ISA variant.
+// ThreadSanitizer understands both.
 #pragma once
 
 #if defined(__x86_64__)
@@ -16,6 +17,9 @@
 
 #include "core/types.h"
 #include DCP_CPU_CTA
+
+#define DCP_DECL
+#define DCP_NO_UNROLL
 
 namespace dcp::DCP_NS::arch {
 
@@ -76,8 +80,8 @@ DCP_FN void signal_flag(Flag* flag, uint64_t value, Doorbell* doorbell) {
   }
 }
 
-// A load that comes after all earlier loads of this thread: an acquire load alone orders what follows it. Only
-// for words of this rank's own region, because it writes what it read.
+// A load that comes after all earlier loads of this thread: an acquire load alone orders what follows it.
+// Only for words of this rank's own region, because it writes what it read.
 template <class T>
 DCP_FN T load_after_reads_sys(T* word) {
   return __atomic_fetch_add(word, T(0), __ATOMIC_ACQ_REL);
@@ -231,8 +235,8 @@ class PeerStores {
 // ---- packets
 
 // kWords words of payload and a flag that arrive together. A GPU stores a packet at once; here the flag's
-// release and acquire hold it together, but for the smallest, which is one atomic word. For tests: on a CPU the
-// product path is bulk.
+// release and acquire hold it together, but for the smallest, which is one atomic word. For tests: on a CPU
+// the product path is bulk.
 template <int kBytes>
 class Packet {
  public:

@@ -1,5 +1,5 @@
-// CPU target: threads. A CPU thread is a CTA of size 1; every loop over the CTA is then a plain loop. The test
-// build has CTAs of several threads in its place (tests/core/cta_threads.h, chosen by DCP_CPU_CTA).
+// CPU target: threads. A CPU thread is a CTA of size 1; every loop over the CTA is then a plain loop. The
+// test build has CTAs of several threads in its place (tests/core/cta_threads.h, chosen by DCP_CPU_CTA).
 #pragma once
 
 #include "core/types.h"
@@ -50,8 +50,8 @@ class Lanes {
   DCP_FN int broadcast(int value) const { return value; }
 };
 
-// Runs Kernel::run for the channels of `launch`, one after the other in this thread, each with a Kernel::Shared
-// of its own. One channel that faults makes the call a faulted one.
+// Runs Kernel::run for the channels of `launch`, one after the other in this thread, each with a
+// Kernel::Shared of its own. One channel that faults makes the call a faulted one.
 template <class Kernel>
 DCP_FN Status launch(const typename Kernel::Params& params, const Launch& launch) {
   Status status = Status::kOk;

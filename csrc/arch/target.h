@@ -15,8 +15,16 @@
 #endif
 #include "arch/cpu.h"
 #include "arch/cpu_vec.h"
+#elif defined(DCP_TARGET_CUDA)
+#include "arch/cuda.h"
+#include "arch/gpu_numbers.h"
+#include "arch/gpu_bytes.h"
+#elif defined(DCP_TARGET_HIP)
+#include "arch/hip.h"
+#include "arch/gpu_numbers.h"
+#include "arch/gpu_bytes.h"
 #else
-#error "no target: define DCP_TARGET_CPU"
+#error "no target: define DCP_TARGET_CPU, DCP_TARGET_CUDA or DCP_TARGET_HIP"
 #endif
 
 #include "arch/contract.h"

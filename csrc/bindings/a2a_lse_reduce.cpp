@@ -116,22 +116,21 @@ class Call {
   int64_t partial_out_bytes_, partial_lse_bytes_, out_bytes_, out_lse_bytes_;
 };
 
-// Over the workspace's regions. `plan(...)` is begin, run of all channels, end; ranks with several threads run
-// ranges of channels in each. While a call is in flight the plan belongs to it: `begin` claims the lane.
+// Over the workspace's regions. `plan(...)` is begin, run of all channels, end; ranks with several threads
+// run ranges of channels in each. While a call is in flight the plan belongs to it: `begin` claims the lane.
 class A2aLseReducePlan : Call {
  public:
   A2aLseReducePlan(Endpoint& endpoint, const Geometry& geometry, int lse_dtype, int lse_base,
                    int64_t num_tokens, int num_seqs, std::array<int64_t, 8> strides)
       : Call(geometry, lse_dtype, lse_base, num_tokens, num_seqs, strides),
         endpoint_(endpoint),
-        fns_(*endpoint.variant().a2a_lse_reduce) {
+        fns_(endpoint.variant().a2a_lse_reduce()) {
     DCP_CHECK(p_.stream_idx >= 0 && p_.stream_idx < endpoint.control().num_streams, p_.stream_idx);
     p_.symm = endpoint.symm();
     p_.control = endpoint.control();
     p_.wait = endpoint.wait();
     const SymmView& symm = p_.symm;
-    p_.num_nonfinite_lse =
-        &DCP_NS::stream_state(symm, p_.control, symm.rank, p_.stream_idx)->nonfinite_lse;
+    p_.num_nonfinite_lse = &DCP_NS::stream_state(symm, p_.control, symm.rank, p_.stream_idx)->nonfinite_lse;
     if (p_.wire == Wire::kPull) {
       buffers_ = {symm.bases[symm.rank] + p_.buffer_offset, int64_t(2 * p_.buffer_bytes)};
     }
@@ -183,7 +182,8 @@ class A2aLseReducePlan : Call {
   }
 
  private:
-  // Either the caller wrote into the buffer that it was handed out, or the call copies into one that it was not.
+  // Either the caller wrote into the buffer that it was handed out, or the call copies into one that it was
+  // not.
   int choose_buffer(uint64_t partial_out) {
     const BufferPair& pair = endpoint_.buffers(p_.stream_idx);
     p_.copies_to_buffer = !overlap(buffers_, {partial_out, partial_out_bytes_});
@@ -193,8 +193,8 @@ class A2aLseReducePlan : Call {
     }
     p_.buffer_idx = partial_out - buffers_.begin < p_.buffer_bytes ? 0 : 1;
     const Bytes buffer = {buffers_.begin + p_.buffer_idx * p_.buffer_bytes, int64_t(p_.buffer_bytes)};
-    const bool is_inside = partial_out >= buffer.begin && partial_out + uint64_t(partial_out_bytes_) <=
-                                                              buffer.begin + p_.buffer_bytes;
+    const bool is_inside = partial_out >= buffer.begin &&
+                           partial_out + uint64_t(partial_out_bytes_) <= buffer.begin + p_.buffer_bytes;
     return is_inside && p_.buffer_idx == pair.handed_out ? 0 : kStaleBuffer;
   }
   void take_buffer(int status) {
@@ -204,21 +204,23 @@ class A2aLseReducePlan : Call {
   }
 
   Endpoint& endpoint_;
-  const A2aLseReduceFns& fns_;
+  const A2aLseReduceFns fns_;
   Bytes buffers_ = {0, 0};
 };
 
 // Over buffers that somebody else exchanges (dcpkernels/collective.py). A chunk is num_rows plain rows; the
-// chunks of the other ranks lie one after the other in `send` and `receive`, in rank order without the own one.
+// chunks of the other ranks lie one after the other in `send` and `receive`, in rank order without the own
+// one.
 class A2aLseReduceExchange : Call {
  public:
-  A2aLseReduceExchange(const std::string& isa, int rank, const Geometry& geometry, int lse_dtype, int lse_base,
-                       int64_t num_tokens, int num_seqs, std::array<int64_t, 8> strides)
-      : Call(geometry, lse_dtype, lse_base, num_tokens, num_seqs, strides), bases_(size_t(geometry.num_ranks)) {
+  A2aLseReduceExchange(const std::string& isa, int rank, const Geometry& geometry, int lse_dtype,
+                       int lse_base, int64_t num_tokens, int num_seqs, std::array<int64_t, 8> strides)
+      : Call(geometry, lse_dtype, lse_base, num_tokens, num_seqs, strides),
+        bases_(size_t(geometry.num_ranks)) {
     const Variant* variant = find_variant(isa.c_str());
     DCP_CHECK(variant != nullptr, 0);
     DCP_CHECK(rank >= 0 && rank < geometry.num_ranks, rank);
-    fns_ = variant->a2a_lse_reduce;
+    fns_ = variant->a2a_lse_reduce();
     p_.symm = {bases_.data(), rank, geometry.num_ranks};
     p_.control.num_channels = 1;
     p_.num_nonfinite_lse = &num_nonfinite_lse_;
@@ -235,20 +237,21 @@ class A2aLseReduceExchange : Call {
     for (int peer = 0; peer < p_.symm.num_ranks; ++peer) {
       if (peer == rank) continue;
       // The kernel writes to slot staging_slot(rank, peer) of the peer's staging.
-      bases_[size_t(peer)] = send + chunk(DCP_NS::staging_slot(peer, rank)) - chunk(DCP_NS::staging_slot(rank, peer));
+      bases_[size_t(peer)] =
+          send + chunk(DCP_NS::staging_slot(peer, rank)) - chunk(DCP_NS::staging_slot(rank, peer));
     }
     py::gil_scoped_release no_gil;
-    fns_->pack(p_, {0, 1, nullptr});
+    fns_.pack(p_, {0, 1, nullptr});
   }
   void merge(uint64_t receive, int64_t first_row, int64_t num_rows) {
     set_rows(first_row, num_rows);
     bases_[size_t(p_.symm.rank)] = receive;
     py::gil_scoped_release no_gil;
-    fns_->merge(p_, {0, 1, nullptr});
+    fns_.merge(p_, {0, 1, nullptr});
   }
   void discard() {
     py::gil_scoped_release no_gil;
-    fns_->discard(p_, {0, 1, nullptr});
+    fns_.discard(p_, {0, 1, nullptr});
   }
   uint64_t num_nonfinite_lse() const { return num_nonfinite_lse_; }
 
@@ -261,7 +264,7 @@ class A2aLseReduceExchange : Call {
   }
   uint64_t chunk(int slot) const { return uint64_t(slot) * p_.staging.num_rows * p_.staging.row_bytes; }
 
-  const A2aLseReduceFns* fns_;
+  A2aLseReduceFns fns_;
   std::vector<uint64_t> bases_;
   uint64_t num_nonfinite_lse_ = 0;
 };
@@ -289,15 +292,18 @@ void bind_a2a_lse_reduce(py::module_& module) {
       .def("run", &A2aLseReducePlan::run_range, py::arg("first_channel"), py::arg("end_channel"))
       .def("end", &A2aLseReducePlan::end, py::arg("status"));
   addresses([&](auto... args) {
-    plan.def("begin", &A2aLseReducePlan::begin, args...).def("__call__", &A2aLseReducePlan::operator(), args...);
+    plan.def("begin", &A2aLseReducePlan::begin, args...)
+        .def("__call__", &A2aLseReducePlan::operator(), args...);
   });
   py::class_<A2aLseReduceExchange> exchange(module, "A2aLseReduceExchange");
   exchange
-      .def(py::init<const std::string&, int, const Geometry&, int, int, int64_t, int, std::array<int64_t, 8>>(),
+      .def(py::init<const std::string&, int, const Geometry&, int, int, int64_t, int,
+                    std::array<int64_t, 8>>(),
            py::kw_only(), py::arg("isa"), py::arg("rank"), py::arg("geometry"), py::arg("lse_dtype"),
            py::arg("lse_base"), py::arg("num_tokens"), py::arg("num_seqs"), py::arg("strides"))
       .def("pack", &A2aLseReduceExchange::pack, py::arg("send"), py::arg("first_row"), py::arg("num_rows"))
-      .def("merge", &A2aLseReduceExchange::merge, py::arg("receive"), py::arg("first_row"), py::arg("num_rows"))
+      .def("merge", &A2aLseReduceExchange::merge, py::arg("receive"), py::arg("first_row"),
+           py::arg("num_rows"))
       .def("discard", &A2aLseReduceExchange::discard)
       .def_property_readonly("num_nonfinite_lse", &A2aLseReduceExchange::num_nonfinite_lse);
   addresses([&](auto... args) { exchange.def("begin", &A2aLseReduceExchange::begin, args...); });

@@ -53,8 +53,8 @@ class Endpoint {
   const WaitPolicy& wait() const { return wait_; }
   const Variant& variant() const { return *variant_; }
 
-  // Hands out a buffer of this stream: a Status or one of the codes above, and its index. Waits only when peers
-  // still read in both.
+  // Hands out a buffer of this stream: a Status or one of the codes above, and its index. Waits only when
+  // peers still read in both.
   std::pair<int, int> hand_out_buffer(int stream_idx) {
     BufferPair& pair = buffers(stream_idx);
     if (!begin_call()) return {kClosed, -1};

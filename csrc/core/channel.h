@@ -2,7 +2,8 @@
 //
 // A channel's life, in the names of docs/protocol.md: enter, then per round signal (once per peer) and wait
 // (once), then confirm and leave. In pull mode acquire comes before a payload is written into a buffer of the
-// region, and release after the last read of the peers' buffers. All of it is called by every thread of the CTA.
+// region, and release after the last read of the peers' buffers. All of it is called by every thread of the
+// CTA.
 #pragma once
 
 #include "arch/target.h"
@@ -81,10 +82,11 @@ class Channel {
     return confirm();
   }
 
-  // Step `acquire`: returns when every peer has read what was last put into buffer `buffer_idx`, so that it may be
-  // written again. Pairs with `release` there. In the first round of a call the last use may have been a caller's
-  // tensor, any view of the buffer: other channels' readers count too. In later rounds it was this channel's copy;
-  // to await other channels then would be to wait for channels that come after this one in its thread.
+  // Step `acquire`: returns when every peer has read what was last put into buffer `buffer_idx`, so that it
+  // may be written again. Pairs with `release` there. In the first round of a call the last use may have been
+  // a caller's tensor, any view of the buffer: other channels' readers count too. In later rounds it was this
+  // channel's copy; to await other channels then would be to wait for channels that come after this one in
+  // its thread.
   DCP_FN Status acquire(int buffer_idx) const {
     const uint64_t epoch = mine_->buffer_epochs[buffer_idx];
     if (epoch == 0) return confirm();  // never lent
@@ -93,7 +95,9 @@ class Channel {
     const int end_channel = all_channels ? control_.num_channels : cta_.index() + 1;
     int64_t start_ns = 0;
     Status status = Status::kOk;
+    DCP_NO_UNROLL
     for (int channel_idx = first_channel; channel_idx < end_channel && status == Status::kOk; ++channel_idx) {
+      DCP_NO_UNROLL
       for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks && status == Status::kOk; i += cta_.size()) {
         const Released released = {*this, channel_idx, peer_order(symm_, i), epoch};
         if (released.there()) continue;
@@ -106,7 +110,7 @@ class Channel {
     return confirm();
   }
   // The same between two calls, for a host that is about to write into the buffer.
-  Status acquire_between_calls(int buffer_idx) {
+  DCP_FN Status acquire_between_calls(int buffer_idx) {
     epoch_ = arch::load_acquire_sys(&state_->epoch);
     return acquire(buffer_idx);
   }
@@ -145,8 +149,10 @@ class Channel {
   // Step `wait`: returns when every peer's `signal` of this round has been seen, or with kFaulted.
   DCP_FN Status wait() const {
     int64_t start_ns = 0;  // of the first look that found nothing: one deadline for all peers
+    DCP_NO_UNROLL
     for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks; i += cta_.size()) {
-      if (wait_for(i, Signalled{*this, flag_at(symm_.rank, peer_order(symm_, i))}, start_ns) != Status::kOk) break;
+      if (wait_for(i, Signalled{*this, flag_at(symm_.rank, peer_order(symm_, i))}, start_ns) != Status::kOk)
+        break;
     }
     cta_.sync();
     if (cta_.thread_rank() == 0) ++mine_->num_rounds;
@@ -160,9 +166,11 @@ class Channel {
     return wait_for(order_idx, OfSignal<There>{*this, peer_order(symm_, order_idx), there}, start_ns);
   }
 
-  // Step `release`: this channel has read all that it wanted of the peers' buffers. Pairs with `acquire` there.
+  // Step `release`: this channel has read all that it wanted of the peers' buffers. Pairs with `acquire`
+  // there.
   DCP_FN void release() const {
     cta_.sync();
+    DCP_NO_UNROLL
     for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks; i += cta_.size()) {
       arch::store_release_sys(&flag_at(peer_order(symm_, i), symm_.rank)->released, epoch_);
     }
@@ -254,15 +262,19 @@ class Channel {
   }
   // core/wait.h
   template <class Awaited>
-  Status wait_slow(int order_idx, const Awaited& awaited, int64_t& start_ns) const;
-  void expire(uint64_t missing, int64_t waited_ns) const;
-  uint64_t missing_at(int rank, int stream_idx, uint64_t epoch) const;
-  uint64_t not_released(int owner, uint64_t epoch) const;
-  uint64_t unmet_waits(int peer) const;
-  uint64_t blame(uint64_t missing) const;
-  bool waits_elsewhere(int peer, uint64_t* call) const;
-  int stream_where_waiting(int peer, int first_stream) const;
-  void report(FaultKind kind, uint64_t ranks, uint64_t peer_call, int64_t waited_ns) const;
+  DCP_DECL Status wait_slow(int order_idx, const Awaited& awaited, int64_t& start_ns) const;
+  struct Cause {
+    FaultKind kind;
+    uint64_t ranks, peer_call;
+  };
+  DCP_DECL Cause expire(uint64_t missing) const;
+  DCP_DECL uint64_t missing_at(int rank, int stream_idx, uint64_t epoch) const;
+  DCP_DECL uint64_t not_released(int owner, uint64_t epoch) const;
+  DCP_DECL uint64_t unmet_waits(int peer) const;
+  DCP_DECL uint64_t blame(uint64_t missing) const;
+  DCP_DECL bool waits_elsewhere(int peer, uint64_t* call) const;
+  DCP_DECL int stream_where_waiting(int peer, int first_stream) const;
+  DCP_DECL void report(const Cause& cause, int64_t waited_ns) const;
 
   const arch::Cta& cta_;
   const SymmView& symm_;

@@ -34,6 +34,7 @@ DCP_FN bool is_poisoned(const SymmView& symm, const ControlLayout& control) {
 // (tests/protocol finds the hang).
 DCP_OUTLINE void forward_fault(const SymmView& symm, const ControlLayout& control) {
   const uint64_t word = arch::load_acquire_sys(own_poison(symm, control));
+  DCP_NO_UNROLL
   for (int i = 1; i < symm.num_ranks; ++i) {
     FaultRecord* theirs = symm_at<FaultRecord>(symm, peer_order(symm, i), control.fault_offset);
     arch::compare_exchange_sys(&theirs->poison, uint64_t(0), word);
@@ -43,8 +44,7 @@ DCP_OUTLINE void forward_fault(const SymmView& symm, const ControlLayout& contro
 // Reports a fault unless one is known already: the first cause stays. This rank is poisoned first, so that it
 // publishes nothing more; the record is complete before any peer can see the word; every peer is poisoned
 // before the kernel returns.
-DCP_OUTLINE void report_fault(const SymmView& symm, const ControlLayout& control,
-                               const FaultReport& report) {
+DCP_OUTLINE void report_fault(const SymmView& symm, const ControlLayout& control, const FaultReport& report) {
   FaultRecord* record = symm_own<FaultRecord>(symm, control.fault_offset);
   int peer = 0;
   while (peer < symm.num_ranks - 1 && (report.ranks & rank_bit(peer)) == 0) ++peer;

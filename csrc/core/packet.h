@@ -1,5 +1,5 @@
-// A row of packets: the row's LSEs first, then head after head; each head starts a new packet. Packets need no
-// order between them: every one bears the epoch of its round.
+// A row of packets: the row's LSEs first, then head after head; each head starts a new packet. Packets need
+// no order between them: every one bears the epoch of its round.
 #pragma once
 
 #include "arch/target.h"
@@ -35,11 +35,13 @@ struct PacketRow {
     const Content c = content(idx);
     char* packet = row + int64_t(idx) * kBytes;
     if (c.head < 0) {
-      Packet::store(packet, flag,
-                    [&](int i) { return i < c.num_elements ? arch::bit_cast<uint32_t>(lse(c.first + i)) : 0u; });
+      Packet::store(packet, flag, [&](int i) {
+        return i < c.num_elements ? arch::bit_cast<uint32_t>(lse(c.first + i)) : 0u;
+      });
     } else {
       const T* from = source(c.head) + c.first;
-      Packet::store(packet, flag, [&](int i) { return pack(from + i * kPerWord, c.num_elements - i * kPerWord); });
+      Packet::store(packet, flag,
+                    [&](int i) { return pack(from + i * kPerWord, c.num_elements - i * kPerWord); });
     }
   }
 

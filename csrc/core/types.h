@@ -37,8 +37,8 @@ enum class Wire : uint8_t {
 
 enum class Status : int {
   kOk = 0,
-  kFaulted = 1,  // the fault record says what happened; output rows are NaN
-  kBusy = 2,     // a call on this epoch stream is in flight; nothing was touched
+  kFaulted = 1,       // the fault record says what happened; output rows are NaN
+  kBusy = 2,          // a call on this epoch stream is in flight; nothing was touched
   kLaunchFailed = 3,  // the device did not take the kernel
 };
 
@@ -104,8 +104,9 @@ struct alignas(64) ChannelState {
   uint64_t num_rounds;  // completed; each brings a ring from every peer
   uint64_t store_hint;  // arch::PeerStores: what this channel has learnt about stores to peers; read by
                         // nobody else
-  uint64_t buffer_epochs[2];  // Wire::kPull: the last epoch in which peers were to read each of the two buffers
-  uint64_t awaited_release;   // 0, or the epoch whose readers this rank waits for, in a call or before one
+  uint64_t
+      buffer_epochs[2];  // Wire::kPull: the last epoch in which peers were to read each of the two buffers
+  uint64_t awaited_release;  // 0, or the epoch whose readers this rank waits for, in a call or before one
   uint64_t unused[2];
 };
 

@@ -6,8 +6,8 @@
 
 namespace dcp::DCP_NS {
 
-// Waits for the peer at place `order_idx`. Three answers end it: what is awaited is there, the peer's flag is one
-// that cannot be (mismatch), or a fault (poison, deadline, a lost peer, an interrupt).
+// Waits for the peer at place `order_idx`. Three answers end it: what is awaited is there, the peer's flag is
+// one that cannot be (mismatch), or a fault (poison, deadline, a lost peer, an interrupt).
 template <class Awaited>
 DCP_OUTLINE Status Channel::wait_slow(int order_idx, const Awaited& awaited, int64_t& start_ns) const {
   const int peer = peer_order(symm_, order_idx);
@@ -17,61 +17,69 @@ DCP_OUTLINE Status Channel::wait_slow(int order_idx, const Awaited& awaited, int
   int64_t next_host_poll_ns = 0;
   Doorbell* doorbell = stream_doorbell(symm_, control_, symm_.rank, stream_idx_, cta_.index());
   arch::Backoff backoff(policy_, doorbell, uint32_t((mine_->num_rounds + 1) * (symm_.num_ranks - 1)));
+  Cause cause = {};
+  int64_t waited_ns = 0;
   for (;;) {
     const uint64_t seen = arch::load_acquire_sys(&flag->value);
     if (awaited.there()) return Status::kOk;
     if (seen != expected_flag() && uint32_t(seen) != not_yet) {
       // Same epoch and another digest, or an epoch that this rank is not in: the peer made another call.
       const StreamState* theirs = stream_state(symm_, control_, peer, stream_idx_);
-      report(FaultKind::kMismatch, rank_bit(peer), arch::load_relaxed_sys(&theirs->call), 0);
-      return Status::kFaulted;
+      cause = {FaultKind::kMismatch, rank_bit(peer), arch::load_relaxed_sys(&theirs->call)};
+      break;
     }
     if (backoff.is_slow()) {
       if (is_poisoned(symm_, control_)) return Status::kFaulted;
       const int64_t now_ns = arch::now_ns();
       if (start_ns == 0) start_ns = now_ns;
       if (next_host_poll_ns == 0) next_host_poll_ns = now_ns + arch::kHostPollNs;
-      const bool is_over = timeout_ns > 0 && now_ns - start_ns > timeout_ns;
+      waited_ns = now_ns - start_ns;
+      const bool is_over = timeout_ns > 0 && waited_ns > timeout_ns;
       if (is_over || now_ns > next_host_poll_ns) {
         next_host_poll_ns = now_ns + arch::kHostPollNs;
         const HostEvents events = arch::poll_host(policy_);
         if (events.interrupted) {
-          report(FaultKind::kInterrupted, rank_bit(symm_.rank), 0, now_ns - start_ns);
-          return Status::kFaulted;
+          cause = {FaultKind::kInterrupted, rank_bit(symm_.rank), 0};
+          break;
         }
         // A peer may have signalled, finished and left, and all may have come between the look at the flag
         // and the look at the clock: only what is missing now counts.
         const uint64_t missing = awaited.missing();
         if ((events.lost_peers & missing) != 0) {
-          report(FaultKind::kPeerLost, events.lost_peers & missing, 0, now_ns - start_ns);
-          return Status::kFaulted;
+          cause = {FaultKind::kPeerLost, events.lost_peers & missing, 0};
+          break;
         }
         if (is_over && missing != 0) {
-          expire(missing, now_ns - start_ns);
-          return Status::kFaulted;
+          cause = expire(missing);
+          break;
         }
       }
     }
     backoff.pause(flag, seen);
   }
+  // The only place that reports: where all of this is inlined, there is one copy of it.
+  report(cause, waited_ns);
+  return Status::kFaulted;
 }
 
 // The deadline has passed: names the ranks at fault, and tells a late peer from one that waits in another
 // call.
-DCP_OUTLINE void Channel::expire(uint64_t missing, int64_t waited_ns) const {
+DCP_OUTLINE Channel::Cause Channel::expire(uint64_t missing) const {
   const uint64_t blamed = blame(missing);
+  DCP_NO_UNROLL
   for (int peer = 0; peer < symm_.num_ranks; ++peer) {
     uint64_t call = 0;
     if ((blamed & rank_bit(peer)) != 0 && waits_elsewhere(peer, &call)) {
-      return report(FaultKind::kMismatch, rank_bit(peer), call, waited_ns);
+      return {FaultKind::kMismatch, rank_bit(peer), call};
     }
   }
-  report(FaultKind::kTimeout, blamed, 0, waited_ns);
+  return {FaultKind::kTimeout, blamed, 0};
 }
 
 // The peers whose flag of round `epoch` has not reached `rank`, on this channel.
 DCP_OUTLINE uint64_t Channel::missing_at(int rank, int stream_idx, uint64_t epoch) const {
   uint64_t missing = 0;
+  DCP_NO_UNROLL
   for (int source = 0; source < symm_.num_ranks; ++source) {
     if (source == rank) continue;
     Flag* flag = stream_flag(symm_, control_, rank, stream_idx, epoch, cta_.index(), source);
@@ -83,7 +91,9 @@ DCP_OUTLINE uint64_t Channel::missing_at(int rank, int stream_idx, uint64_t epoc
 // The peers that have not read all that `owner` lent them in `epoch`, on some channel.
 DCP_OUTLINE uint64_t Channel::not_released(int owner, uint64_t epoch) const {
   uint64_t missing = 0;
+  DCP_NO_UNROLL
   for (int channel_idx = 0; channel_idx < control_.num_channels; ++channel_idx) {
+    DCP_NO_UNROLL
     for (int reader = 0; reader < symm_.num_ranks; ++reader) {
       if (reader != owner && !has_released(owner, channel_idx, reader, epoch)) missing |= rank_bit(reader);
     }
@@ -105,8 +115,10 @@ DCP_OUTLINE uint64_t Channel::unmet_waits(int peer) const {
 // rank that stopped.
 DCP_OUTLINE uint64_t Channel::blame(uint64_t missing) const {
   uint64_t blamed = 0, visited = rank_bit(symm_.rank), frontier = missing;
+  DCP_NO_UNROLL
   while (frontier != 0) {
-    const int peer = __builtin_ctzll(frontier);
+    int peer = 0;
+    while ((frontier & rank_bit(peer)) == 0) ++peer;
     frontier &= ~rank_bit(peer);
     visited |= rank_bit(peer);
     const uint64_t unmet = unmet_waits(peer);
@@ -137,6 +149,7 @@ DCP_OUTLINE bool Channel::waits_elsewhere(int peer, uint64_t* call) const {
 
 // The first epoch stream from `first_stream` on in which `peer` waits for a round of this rank; -1: none.
 DCP_OUTLINE int Channel::stream_where_waiting(int peer, int first_stream) const {
+  DCP_NO_UNROLL
   for (int stream_idx = first_stream; stream_idx < control_.num_streams; ++stream_idx) {
     if (stream_idx == stream_idx_) continue;
     const ChannelState* theirs = channel_state(symm_, control_, peer, stream_idx, cta_.index());
@@ -148,10 +161,10 @@ DCP_OUTLINE int Channel::stream_where_waiting(int peer, int first_stream) const 
   return -1;
 }
 
-DCP_OUTLINE void Channel::report(FaultKind kind, uint64_t ranks, uint64_t peer_call, int64_t waited_ns) const {
-  report_fault(
-      symm_, control_,
-      {kind, Op(call_ >> 56), int(call_ >> 48 & 0xff), ranks, epoch_, call_, peer_call, uint64_t(waited_ns)});
+DCP_OUTLINE void Channel::report(const Cause& cause, int64_t waited_ns) const {
+  report_fault(symm_, control_,
+               {cause.kind, Op(call_ >> 56), int(call_ >> 48 & 0xff), cause.ranks, epoch_, call_,
+                cause.peer_call, uint64_t(waited_ns)});
 }
 
 }  // namespace dcp::DCP_NS

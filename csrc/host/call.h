@@ -5,8 +5,8 @@
 
 namespace dcp::DCP_NS {
 
-// Calls on one epoch stream come one after the other. Two threads of an engine may break that rule on a CPU: the
-// second one is turned away before it has touched anything.
+// Calls on one epoch stream come one after the other. Two threads of an engine may break that rule on a CPU:
+// the second one is turned away before it has touched anything.
 inline bool claim_call(const SymmView& symm, const ControlLayout& control, int stream_idx) {
   return arch::compare_exchange_sys(&stream_state(symm, control, symm.rank, stream_idx)->in_flight, 0u, 1u);
 }
@@ -28,8 +28,8 @@ inline bool is_released(const SymmView& symm, const ControlLayout& control, int 
   return true;
 }
 
-// Returns when all peers have read what they were to read in buffer `buffer_idx`, or with kFaulted. Whoever returns
-// from a fault has told all peers: they may still read what this caller is free to overwrite now.
+// Returns when all peers have read what they were to read in buffer `buffer_idx`, or with kFaulted. Whoever
+// returns from a fault has told all peers: they may still read what this caller is free to overwrite now.
 inline Status acquire_buffer(const SymmView& symm, const ControlLayout& control, const WaitPolicy& wait,
                              int stream_idx, int buffer_idx) {
   const uint64_t last_call = stream_state(symm, control, symm.rank, stream_idx)->call;

@@ -7,9 +7,9 @@
 
 namespace dcp {
 
-#define DCP_DECLARE_OPS(ns)                    \
-  namespace ns {                               \
-  extern const A2aLseReduceFns a2a_lse_reduce; \
+#define DCP_DECLARE_OPS(ns)         \
+  namespace ns {                    \
+  A2aLseReduceFns a2a_lse_reduce(); \
   }
 #if defined(DCP_HAVE_V4)
 DCP_DECLARE_OPS(v4)
@@ -24,7 +24,7 @@ DCP_DECLARE_OPS(baseline)
 struct Variant {
   const char* name;
   bool (*runs_here)();
-  const A2aLseReduceFns* a2a_lse_reduce;
+  A2aLseReduceFns (*a2a_lse_reduce)();
 };
 
 #if defined(DCP_HAVE_V4) || defined(DCP_HAVE_V3)

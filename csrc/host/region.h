@@ -24,7 +24,8 @@ inline void init_region(uint64_t base, const ControlLayout& control, int num_ran
     Flag* flags = symm_own<Flag>(symm, control.flags_offset + control.flags_bytes * stream_idx);
     for (uint64_t epoch : {start_epoch, previous_epoch(start_epoch)}) {
       for (int i = 0; i < control.num_channels * num_ranks; ++i) {
-        flags[(epoch & 1) * control.num_channels * num_ranks + i] = Flag{flag_value(epoch, 0), 0, 0, 0, 0, {}};
+        flags[(epoch & 1) * control.num_channels * num_ranks + i] =
+            Flag{flag_value(epoch, 0), 0, 0, 0, 0, {}};
       }
     }
   }

@@ -116,11 +116,11 @@ DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round, i
   }
 }
 
-// Step `acquire`, the second half: this channel's rows, without this rank's own heads, into a buffer that peers
-// can read. An empty row is not read there.
+// Step `acquire`, the second half: this channel's rows, without this rank's own heads, into a buffer that
+// peers can read. An empty row is not read there.
 template <class T>
-DCP_FN void copy_to_buffer(const arch::Cta& cta, const Params& p, const Round& round, const PayloadPlace& place,
-                           const arch::PeerStores& stores) {
+DCP_FN void copy_to_buffer(const arch::Cta& cta, const Params& p, const Round& round,
+                           const PayloadPlace& place, const arch::PeerStores& stores) {
   const ShardMask mask = shard_mask(p);
   const ChannelRows rows = channel_rows(cta.index(), p.control.num_channels);
   const int first_own = p.symm.rank * p.num_local_heads, end_own = first_own + p.num_local_heads;
@@ -434,15 +434,18 @@ Status run(const Params& p, const Launch& launch) {
     case Wire::kPacket16:
       return launch_for_dtype<Kernel, Wire::kPacket16>(p, launch);
     case Wire::kPacket128:
-      if constexpr (arch::kMaxPacketBytes >= 128) return launch_for_dtype<Kernel, Wire::kPacket128>(p, launch);
+      if constexpr (arch::kMaxPacketBytes >= 128)
+        return launch_for_dtype<Kernel, Wire::kPacket128>(p, launch);
   }
   return Status::kLaunchFailed;
 }
 
 }  // namespace
 
-extern const A2aLseReduceFns a2a_lse_reduce = {run, launch_for_dtype<DiscardKernel, Wire::kPush>,
-                                               launch_for_dtype<PackKernel, Wire::kPush>,
-                                               launch_for_dtype<MergeKernel, Wire::kPush>};
+// A function and not a constant: HIP would give a constant to the device too, where these do not exist.
+A2aLseReduceFns a2a_lse_reduce() {
+  return {run, launch_for_dtype<DiscardKernel, Wire::kPush>, launch_for_dtype<PackKernel, Wire::kPush>,
+          launch_for_dtype<MergeKernel, Wire::kPush>};
+}
 
 }  // namespace dcp::DCP_NS

@@ -4,16 +4,19 @@
 // Every rank passes partial_out [T, H, D] and partial_lse [T, H] of its own shard; rank r gets out [T, H / W,
 // D] (and out_lse) of heads r * H/W .. (r + 1) * H/W - 1, merged over all shards.
 //
-// How payload travels is one of three ways, the same on all ranks of a workspace; the results are equal in every
-// bit. Staging rows lie at [parity][slot][row], slot = staging_slot(source, owner).
+// How payload travels is one of three ways, the same on all ranks of a workspace; the results are equal in
+// every bit. Staging rows lie at [parity][slot][row], slot = staging_slot(source, owner).
 //
-//   push     The source stores its rows into the owner's staging. A row is the payload, H/W x D elements of the
-//            op's dtype, and at `lse_in_row` H/W fp32 LSEs; -inf: this shard has nothing for (row, head). Payload
-//            of an empty row is not written and never read.
+//   push     The source stores its rows into the owner's staging. A row is the payload, H/W x D elements of
+//   the
+//            op's dtype, and at `lse_in_row` H/W fp32 LSEs; -inf: this shard has nothing for (row, head).
+//            Payload of an empty row is not written and never read.
 //   pull     Only the LSEs go into staging. The payload stays in the source's region, in one of two buffers
-//            [max_num_tokens, H, D]; where it begins, and its strides, come with the flag, and the owner reads it
-//            there. A caller that wrote its partial_out elsewhere has it copied into a buffer (`acquire`).
-//   packet   A staging row is a row of packets (core/packet.h), each with a flag of its own. The owner unpacks
+//            [max_num_tokens, H, D]; where it begins, and its strides, come with the flag, and the owner
+//            reads it there. A caller that wrote its partial_out elsewhere has it copied into a buffer
+//            (`acquire`).
+//   packet   A staging row is a row of packets (core/packet.h), each with a flag of its own. The owner
+//   unpacks
 //            them into a plain row of its own region (`receive`).
 //
 // A source writes nothing else into an owner's region but its own flag line (and a poison word).
@@ -25,7 +28,8 @@
 //   publish  rows of this channel -> the peer's staging of parity e & 1      } for each peer,
 //   signal   flag[parity][c][me] on the peer := {e, digest of the call}      } (rank + i) % W
 //   receive  (packet) every packet of my rows bears e; unpack
-//   wait     all peers' flags in my region are {e, my digest}. In packet mode it comes after `reduce`: there it
+//   wait     all peers' flags in my region are {e, my digest}. In packet mode it comes after `reduce`: there
+//   it
 //            finds other calls, and bounds how far a peer can be ahead
 //   reduce   merge rows of this channel, in rank order; my own shard is read in place
 //   release  (pull) the line of my flag on each owner says: I have read your payload of epoch e
@@ -39,8 +43,8 @@
 // read it. This holds for every T, also 0, because all channels run and signal all peers in every round.
 //
 // A buffer of pull mode is seen by the caller, who may write it at any time after the call and may not make
-// another call in between. So it is guarded by `release`, and not by parity: `Workspace.partial_out` hands it out
-// when all peers have released it.
+// another call in between. So it is guarded by `release`, and not by parity: `Workspace.partial_out` hands it
+// out when all peers have released it.
 #pragma once
 
 #include "core/types.h"
@@ -91,7 +95,8 @@ struct A2aLseReduceParams {
 
 // The collective fallback (dcpkernels/collective.py) moves the rows itself: `pack` publishes rows [first_row,
 // first_row + num_rows) into the staging of symm.bases[peer], `merge` reduces them from that of
-// symm.bases[rank]; no flag is touched. `discard` fills the output of a call with NaN: one of its channels faulted.
+// symm.bases[rank]; no flag is touched. `discard` fills the output of a call with NaN: one of its channels
+// faulted.
 struct A2aLseReduceFns {
   Status (*run)(const A2aLseReduceParams& params, const Launch& launch);
   Status (*discard)(const A2aLseReduceParams& params, const Launch& launch);

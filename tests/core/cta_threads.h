@@ -1,8 +1,8 @@
-// CTAs of DCP_CTA_THREADS real threads with real barriers, in place of csrc/arch/cpu_cta.h: the same kernel source as
-// a GPU would run it, for ThreadSanitizer. Groups of lanes are small, so that one CTA has several.
+// CTAs of DCP_CTA_THREADS real threads with real barriers, in place of csrc/arch/cpu_cta.h: the same kernel
+// source as a GPU would run it, for ThreadSanitizer. Groups of lanes are small, so that one CTA has several.
 //
-// Two planted faults that the tests must find, beside those of csrc/arch/cpu.h: `sync` of a CTA, and of a group of lanes,
-// that does nothing (DCP_MUTATION 4 and 5).
+// Two planted faults that the tests must find, beside those of csrc/arch/cpu.h: `sync` of a CTA, and of a
+// group of lanes, that does nothing (DCP_MUTATION 4 and 5).
 #pragma once
 
 #include <condition_variable>
@@ -183,7 +183,8 @@ Status launch(const typename Kernel::Params& params, const Launch& launch) {
     typename Kernel::Shared shared;
     CtaState state;
     Status of_thread[kCtaThreads];
-    team.run([&](int rank) { of_thread[rank] = Kernel::run(Cta(channel_idx, &shared, &state, rank), params); });
+    team.run(
+        [&](int rank) { of_thread[rank] = Kernel::run(Cta(channel_idx, &shared, &state, rank), params); });
     for (Status one : of_thread) {
       if (one != Status::kOk) status = one;
     }

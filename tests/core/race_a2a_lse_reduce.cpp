@@ -4,10 +4,11 @@
 //
 //   race_a2a_lse_reduce RANKS CHANNELS CALLS SEED WIRE MUTATION
 //
-// WIRE as in core/types.h (0 push, 1 pull, 2 .. 4 packets), MUTATION as in arch/cpu.h and cta_threads.h (0 none).
+// WIRE as in core/types.h (0 push, 1 pull, 2 .. 4 packets), MUTATION as in arch/cpu.h and cta_threads.h (0
+// none).
 //
-// Channels run in threads of their own. With WIRE = 1 a rank writes its input now into a buffer of the region, now
-// elsewhere.
+// Channels run in threads of their own. With WIRE = 1 a rank writes its input now into a buffer of the
+// region, now elsewhere.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -22,7 +23,7 @@
 #include "ops/a2a_lse_reduce.h"
 
 namespace dcp::DCP_NS {
-extern const A2aLseReduceFns a2a_lse_reduce;
+A2aLseReduceFns a2a_lse_reduce();
 }
 
 int dcp_mutation = 0;
@@ -75,11 +76,11 @@ struct Turn {
 
 // All channels of one call, each in a thread when there are several.
 Status run_channels(const A2aLseReduceParams& p) {
-  if (p.control.num_channels == 1) return DCP_NS::a2a_lse_reduce.run(p, {0, 1, nullptr});
+  if (p.control.num_channels == 1) return DCP_NS::a2a_lse_reduce().run(p, {0, 1, nullptr});
   std::vector<Status> statuses(p.control.num_channels);
   std::vector<std::thread> threads;
   for (int c = 0; c < p.control.num_channels; ++c) {
-    threads.emplace_back([&, c] { statuses[c] = DCP_NS::a2a_lse_reduce.run(p, {c, c + 1, nullptr}); });
+    threads.emplace_back([&, c] { statuses[c] = DCP_NS::a2a_lse_reduce().run(p, {c, c + 1, nullptr}); });
   }
   for (auto& thread : threads) thread.join();
   for (Status status : statuses) {
@@ -90,7 +91,8 @@ Status run_channels(const A2aLseReduceParams& p) {
 
 bool run_call(const Shape& shape, const uint64_t* bases, int rank, int call, Turn& turn, bool in_buffer) {
   const int num_heads = kLocalHeads * shape.num_ranks, num_tokens = tokens_of(shape, call);
-  std::vector<float> elsewhere(size_t(num_tokens) * num_heads * kHeadDim), lse(size_t(num_tokens) * num_heads);
+  std::vector<float> elsewhere(size_t(num_tokens) * num_heads * kHeadDim),
+      lse(size_t(num_tokens) * num_heads);
   std::vector<float> out(size_t(num_tokens) * kLocalHeads * kHeadDim, -1.0f);
   A2aLseReduceParams p = {};
   p.symm = {bases, rank, shape.num_ranks};

@@ -1,0 +1,291 @@
+// CUDA target: threads, launch, order, time, conversions. Compiled by nvcc; the rest, which AMD shares, is in
+// gpu_numbers.h and gpu_bytes.h.
+//
+// Every pointer that comes here is into global memory, so the PTX says `.global`. Loads of the symmetric
+// region are never `.nc` (ld.global.nc, __ldg): that path keeps lines which a peer has overwritten.
+#pragma once
+
+#if !defined(__CUDACC__)
+#error "the CUDA target is compiled by nvcc (-x cu)"
+#endif
+
+#include <cuda_runtime.h>
+
+#include "core/types.h"
+
+#define DCP_FN __device__ __forceinline__
+// Inlined too: a real call would put every local that is passed by reference into local memory.
+#define DCP_OUTLINE __device__ __forceinline__
+// On a declaration of either, whose definition comes later.
+#define DCP_DECL __device__
+// Before a loop that seldom runs more than once a thread: the compiler would make four copies of its body.
+#define DCP_NO_UNROLL _Pragma("unroll 1")
+
+namespace dcp::DCP_NS::arch {
+
+// ---- threads
+
+// 16 warps: a block has enough loads in flight to be of use when there are few channels, and one barrier is
+// still cheap. It leaves 128 registers to a thread; when tests/isa finds spills, 256 threads are the way out.
+inline constexpr int kNumThreads = 512;
+
+class Cta {
+ public:
+  DCP_FN Cta(int index, void* shared) : index_(index), shared_(shared) {}
+  DCP_FN int index() const { return index_; }
+  DCP_FN int thread_rank() const { return int(threadIdx.x); }
+  DCP_FN int size() const { return kNumThreads; }
+  DCP_FN void sync() const { __syncthreads(); }
+  // The value that thread 0 holds; also a sync.
+  DCP_FN int broadcast(int value) const {
+    __shared__ int word;
+    if (threadIdx.x == 0) word = value;
+    __syncthreads();
+    value = word;
+    __syncthreads();  // all have read it before the next broadcast
+    return value;
+  }
+  // The CTA's shared memory, one object of the type that the kernel names.
+  template <class S>
+  DCP_FN S& shared() const {
+    return *static_cast<S*>(shared_);
+  }
+
+ private:
+  int index_;
+  void* shared_;
+};
+
+// The CTA's threads in groups of N that can shuffle: warps.
+template <int N>
+class Lanes {
+ public:
+  static_assert(N == 32, "a group is a warp");
+  static constexpr int kMaxGroups = kNumThreads / N;
+  DCP_FN explicit Lanes(const Cta&) {}
+  DCP_FN int rank() const { return int(threadIdx.x % N); }
+  DCP_FN int size() const { return N; }
+  DCP_FN int group() const { return int(threadIdx.x / N); }
+  DCP_FN int num_groups() const { return kMaxGroups; }
+  DCP_FN void sync() const { __syncwarp(); }
+  // The value that lane 0 holds; also a sync, which a shuffle alone is not.
+  DCP_FN int broadcast(int value) const {
+    __syncwarp();
+    return __shfl_sync(0xffffffffu, value, 0);
+  }
+};
+
+// ---- launch
+
+template <class Kernel>
+__global__ void __launch_bounds__(kNumThreads, 1)
+    kernel_entry(const __grid_constant__ typename Kernel::Params params, int first_channel) {
+  __shared__ typename Kernel::Shared shared;
+  // What went wrong is in the fault record: the host has gone on long before this returns.
+  Kernel::run(Cta(first_channel + int(blockIdx.x), &shared), params);
+}
+
+// Enqueues Kernel::run for the channels of `launch`, a block each, on its stream.
+template <class Kernel>
+inline Status launch(const typename Kernel::Params& params, const Launch& launch) {
+  if (launch.end_channel <= launch.first_channel) return Status::kOk;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(unsigned(launch.end_channel - launch.first_channel));
+  config.blockDim = dim3(kNumThreads);
+  config.stream = static_cast<cudaStream_t>(launch.stream);
+  if (cudaLaunchKernelEx(&config, kernel_entry<Kernel>, params, int(launch.first_channel)) == cudaSuccess) {
+    return Status::kOk;
+  }
+  cudaGetLastError();  // forgets it: else the caller's next call would report it as its own
+  return Status::kLaunchFailed;
+}
+
+// ---- order
+
+#define DCP_LOAD(name, instruction)                      \
+  template <class T>                                     \
+  DCP_FN T name(const T* word) {                         \
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8);     \
+    if constexpr (sizeof(T) == 8) {                      \
+      uint64_t bits;                                     \
+      asm volatile(instruction ".b64 %0, [%1];"          \
+                   : "=l"(bits)                          \
+                   : "l"(__cvta_generic_to_global(word)) \
+                   : "memory");                          \
+      return T(bits);                                    \
+    } else {                                             \
+      uint32_t bits;                                     \
+      asm volatile(instruction ".b32 %0, [%1];"          \
+                   : "=r"(bits)                          \
+                   : "l"(__cvta_generic_to_global(word)) \
+                   : "memory");                          \
+      return T(bits);                                    \
+    }                                                    \
+  }
+#define DCP_STORE(name, instruction)                                                                        \
+  template <class T>                                                                                        \
+  DCP_FN void name(T* word, T value) {                                                                      \
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8);                                                        \
+    if constexpr (sizeof(T) == 8) {                                                                         \
+      asm volatile(instruction ".b64 [%0], %1;" ::"l"(__cvta_generic_to_global(word)), "l"(uint64_t(value)) \
+                   : "memory");                                                                             \
+    } else {                                                                                                \
+      asm volatile(instruction ".b32 [%0], %1;" ::"l"(__cvta_generic_to_global(word)), "r"(uint32_t(value)) \
+                   : "memory");                                                                             \
+    }                                                                                                       \
+  }
+DCP_LOAD(load_acquire_sys, "ld.acquire.sys.global")
+DCP_LOAD(load_relaxed_sys, "ld.relaxed.sys.global")
+DCP_STORE(store_release_sys, "st.release.sys.global")
+DCP_STORE(store_relaxed_sys, "st.relaxed.sys.global")
+#undef DCP_LOAD
+#undef DCP_STORE
+
+// A load that comes after all earlier loads of this thread: an acquire load alone orders what follows it.
+template <class T>
+DCP_FN T load_after_reads_sys(T* word) {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+  return load_acquire_sys(word);
+}
+
+// Of this device only: on words of the own rank.
+template <class T>
+DCP_FN T fetch_add(T* word, T value) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  if constexpr (sizeof(T) == 8) {
+    uint64_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "l"(__cvta_generic_to_global(word)), "l"(uint64_t(value))
+                 : "memory");
+    return T(before);
+  } else {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(__cvta_generic_to_global(word)), "r"(uint32_t(value))
+                 : "memory");
+    return T(before);
+  }
+}
+// True when this call changed *word from `expected` to `desired`.
+DCP_FN bool compare_exchange_sys(uint64_t* word, uint64_t expected, uint64_t desired) {
+  uint64_t before;
+  asm volatile("atom.acq_rel.sys.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(__cvta_generic_to_global(word)), "l"(expected), "l"(desired)
+               : "memory");
+  return before == expected;
+}
+
+// All stores of the CTA to peers are complete before a flag that follows. Release is cumulative: the barrier
+// orders the other threads' stores before thread 0, and its release store orders them before the flag.
+DCP_FN void publish_done(const Cta& cta) { cta.sync(); }
+
+// Raises a peer's flag. Nobody sleeps on a GPU, so no doorbell is rung.
+DCP_FN void signal_flag(Flag* flag, uint64_t value, Doorbell*) { store_release_sys(&flag->value, value); }
+
+// ---- packets
+
+// Payload and flag that arrive together because one instruction stores both: 8 and 16 bytes. A line of 128
+// bytes takes a warp, and NVLink, to arrive at once: no such packet here.
+template <int kBytes>
+class Packet {
+ public:
+  static_assert(kBytes == 8 || kBytes == 16);
+  static constexpr int kWords = kBytes / 4 - 1;
+
+  // `word(i)` is the i-th word of the payload.
+  template <class Word>
+  static DCP_FN void store(void* packet, uint32_t flag, const Word& word) {
+    if constexpr (kBytes == 8) {
+      store_relaxed_sys(static_cast<uint64_t*>(packet), uint64_t(flag) << 32 | word(0));
+    } else {
+      const uint64_t low = uint64_t(word(1)) << 32 | word(0), high = uint64_t(flag) << 32 | word(2);
+      asm volatile(
+          "{ .reg .b128 both; mov.b128 both, {%1, %2}; st.relaxed.sys.global.b128 [%0], both; }" ::"l"(
+              __cvta_generic_to_global(packet)),
+          "l"(low), "l"(high)
+          : "memory");
+    }
+  }
+
+  // True when the packet bears `flag`; then `put(i, word)` has been called for every word.
+  template <class Put>
+  static DCP_FN bool try_load(const void* packet, uint32_t flag, const Put& put) {
+    if constexpr (kBytes == 8) {
+      const uint64_t both = load_relaxed_sys(static_cast<const uint64_t*>(packet));
+      if (uint32_t(both >> 32) != flag) return false;
+      put(0, uint32_t(both));
+    } else {
+      uint64_t low, high;
+      asm volatile("{ .reg .b128 both; ld.relaxed.sys.global.b128 both, [%2]; mov.b128 {%0, %1}, both; }"
+                   : "=l"(low), "=l"(high)
+                   : "l"(__cvta_generic_to_global(packet))
+                   : "memory");
+      if (uint32_t(high >> 32) != flag) return false;
+      put(0, uint32_t(low));
+      put(1, uint32_t(low >> 32));
+      put(2, uint32_t(high));
+    }
+    return true;
+  }
+};
+inline constexpr int kMaxPacketBytes = 16;
+
+// ---- time
+
+// The clock that all GPUs of a host share. It ticks once in 32 ns to 1 us.
+DCP_FN int64_t now_ns() {
+  int64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
+// About `ns`, at most twice that; at most 1 ms.
+DCP_FN void sleep_ns(uint32_t ns) { __nanosleep(ns); }
+
+// ---- for gpu_numbers.h and gpu_bytes.h
+
+struct Words16 {
+  uint32_t word[4];
+};
+// 16 bytes at a 16-byte boundary of global memory, in one instruction.
+DCP_FN Words16 load_16(const void* from) {
+  __builtin_assume(__isGlobal(from));
+  const uint4 v = *static_cast<const uint4*>(from);
+  return {{v.x, v.y, v.z, v.w}};
+}
+DCP_FN void store_16(void* to, const Words16& words) {
+  __builtin_assume(__isGlobal(to));
+  *static_cast<uint4*>(to) = make_uint4(words.word[0], words.word[1], words.word[2], words.word[3]);
+}
+template <class T>
+DCP_FN T load_global(const T* from) {
+  __builtin_assume(__isGlobal(from));
+  return *from;
+}
+template <class T>
+DCP_FN void store_global(T* to, T value) {
+  __builtin_assume(__isGlobal(to));
+  *to = value;
+}
+
+DCP_FN float half_to_float(uint16_t bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+}
+// Two numbers, rounded to nearest even, as they lie in memory: `low` first.
+DCP_FN uint32_t pack_half(float low, float high) {
+  uint32_t bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+DCP_FN uint32_t pack_bfloat16(float low, float high) {
+  uint32_t bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+
+}  // namespace dcp::DCP_NS::arch

@@ -1,0 +1,276 @@
+// HIP target (gfx942, gfx950): threads, launch, order, time, conversions. Compiled by clang for the device
+// alone, with its builtins only: no ROCm header, no device library. The rest, which NVIDIA shares, is in
+// gpu_numbers.h and gpu_bytes.h.
+//
+// Every pointer that comes here is into global memory. Generic addresses would cost `flat` instructions,
+// which also occupy the path to shared memory; so accesses go through Global<T>.
+//
+// Three facts about these GPUs and their compilers shape this file; tests/isa holds it to them:
+//   1. LLVM up to 22 leaves out the wait after `buffer_wbl2` in a wave that has no store of its own in flight
+//      (llvm-project #178316). So each release waits by itself: drain_stores().
+//   2. The compiler does not see stores in inline asm, and does not wait for them. So there are none.
+//   3. s_barrier does not wait for the stores of the waves that arrive: after it, a release store of one wave
+//      covers that wave's stores only. So publish_done() drains in every thread, before the barrier.
+#pragma once
+
+#if !defined(__HIP__)
+#error "the HIP target is compiled by clang (-x hip --cuda-device-only)"
+#endif
+
+#include "core/types.h"
+
+#define DCP_FN __attribute__((device)) inline __attribute__((always_inline))
+// Inlined too: a real call would put every local that is passed by reference into scratch memory.
+#define DCP_OUTLINE DCP_FN
+// On a declaration of either, whose definition comes later.
+#define DCP_DECL __attribute__((device))
+// Before a loop that seldom runs more than once a thread: the compiler would make four copies of its body.
+#define DCP_NO_UNROLL _Pragma("unroll 1")
+
+namespace dcp::DCP_NS::arch {
+
+template <class T>
+using Global = __attribute__((address_space(1))) T;
+template <class T>
+DCP_FN Global<T>* global(T* p) {
+  return (Global<T>*)p;  // only a C cast changes the address space
+}
+
+// ---- threads
+
+// 8 waves, two on each SIMD: enough loads in flight to be of use when there are few channels.
+inline constexpr int kNumThreads = 512;
+
+class Cta {
+ public:
+  DCP_FN Cta(int index, void* shared) : index_(index), shared_(shared) {}
+  DCP_FN int index() const { return index_; }
+  DCP_FN int thread_rank() const { return int(__builtin_amdgcn_workitem_id_x()); }
+  DCP_FN int size() const { return kNumThreads; }
+  // Orders shared memory, and global memory as seen by this block. Not what peers see: fact 3.
+  DCP_FN void sync() const {
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+    __builtin_amdgcn_s_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+  }
+  // The value that thread 0 holds; also a sync.
+  DCP_FN int broadcast(int value) const {
+    static __attribute__((shared)) int word;
+    if (thread_rank() == 0) word = value;
+    sync();
+    value = word;
+    sync();  // all have read it before the next broadcast
+    return value;
+  }
+  // The CTA's shared memory, one object of the type that the kernel names.
+  template <class S>
+  DCP_FN S& shared() const {
+    return *static_cast<S*>(shared_);
+  }
+
+ private:
+  int index_;
+  void* shared_;
+};
+
+// The CTA's threads in groups of N that can shuffle: parts of a wave of 64, which runs in step.
+template <int N>
+class Lanes {
+ public:
+  static_assert(N == 32 || N == 64);
+  static constexpr int kMaxGroups = kNumThreads / N;
+  DCP_FN explicit Lanes(const Cta& cta) : thread_(cta.thread_rank()) {}
+  DCP_FN int rank() const { return thread_ % N; }
+  DCP_FN int size() const { return N; }
+  DCP_FN int group() const { return thread_ / N; }
+  DCP_FN int num_groups() const { return kMaxGroups; }
+  // No instruction: shared memory serves a wave in order. It keeps the compiler from reordering.
+  DCP_FN void sync() const {
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");
+    __builtin_amdgcn_wave_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
+  }
+  // The value that lane 0 holds; also a sync. The other half of the wave may be elsewhere: it is not read.
+  DCP_FN int broadcast(int value) const {
+    sync();
+    const int first_lane = thread_ % 64 / N * N;
+    return __builtin_amdgcn_ds_bpermute(first_lane * 4, value);
+  }
+
+ private:
+  int thread_;
+};
+
+// ---- launch
+
+template <class Kernel>
+__attribute__((global)) __attribute__((amdgpu_flat_work_group_size(kNumThreads, kNumThreads))) void
+kernel_entry(const typename Kernel::Params params, int first_channel) {
+  static __attribute__((shared)) typename Kernel::Shared shared;
+  // What went wrong is in the fault record: the host has gone on long before this returns.
+  Kernel::run(Cta(first_channel + int(__builtin_amdgcn_workgroup_id_x()), &shared), params);
+}
+
+// Enqueues a kernel of this module's code object. Declared only: the host side, which loads code objects
+// through the HIP module API, comes with the HIP module. Until then this header is compiled for the device
+// alone.
+Status launch_from_code_object(const void* kernel, const Launch& launch, int num_threads, const void* params,
+                               size_t params_bytes);
+
+// Enqueues Kernel::run for the channels of `launch`, a block each, on its stream.
+template <class Kernel>
+inline Status launch(const typename Kernel::Params& params, const Launch& launch) {
+  return launch_from_code_object(reinterpret_cast<const void*>(&kernel_entry<Kernel>), launch, kNumThreads,
+                                 &params, sizeof(params));
+}
+
+// ---- order
+
+// Waits until all that this wave stored has arrived, and what it loaded. Asm, because the compiler drops a
+// wait that it holds for needless (fact 1).
+DCP_FN void drain_stores() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
+// Writes back what the L2 holds of these and earlier stores, and waits for it.
+DCP_FN void release_fence_sys() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
+  drain_stores();
+}
+
+template <class T>
+DCP_FN T load_acquire_sys(const T* word) {
+  return __hip_atomic_load(global(word), __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+template <class T>
+DCP_FN T load_relaxed_sys(const T* word) {
+  return __hip_atomic_load(global(word), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+template <class T>
+DCP_FN void store_relaxed_sys(T* word, T value) {
+  __hip_atomic_store(global(word), value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+template <class T>
+DCP_FN void store_release_sys(T* word, T value) {
+  release_fence_sys();
+  store_relaxed_sys(word, value);
+}
+
+// A load that comes after all earlier loads of this thread: an acquire load alone orders what follows it.
+template <class T>
+DCP_FN T load_after_reads_sys(T* word) {
+  drain_stores();
+  return load_acquire_sys(word);
+}
+
+// Of this device only: on words of the own rank.
+template <class T>
+DCP_FN T fetch_add(T* word, T value) {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent");
+  drain_stores();
+  return __hip_atomic_fetch_add(global(word), value, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_AGENT);
+}
+// True when this call changed *word from `expected` to `desired`.
+DCP_FN bool compare_exchange_sys(uint64_t* word, uint64_t expected, uint64_t desired) {
+  release_fence_sys();
+  return __hip_atomic_compare_exchange_strong(global(word), &expected, desired, __ATOMIC_ACQUIRE,
+                                              __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+
+// All stores of the CTA to peers are complete before a flag that follows: every wave waits until its own have
+// reached the L2, which the block shares; the release of the flag then writes them back.
+DCP_FN void publish_done(const Cta& cta) {
+  drain_stores();
+  cta.sync();
+}
+
+// Raises a peer's flag. Nobody sleeps on a GPU, so no doorbell is rung.
+DCP_FN void signal_flag(Flag* flag, uint64_t value, Doorbell*) { store_release_sys(&flag->value, value); }
+
+// ---- packets
+
+// Payload and flag that arrive together. One word of 8 bytes does; nothing larger is sure to arrive at once,
+// so the release and acquire of its flag hold a packet of 16 bytes together.
+template <int kBytes>
+class Packet {
+ public:
+  static_assert(kBytes == 8 || kBytes == 16);
+  static constexpr int kWords = kBytes / 4 - 1;
+
+  // `word(i)` is the i-th word of the payload.
+  template <class Word>
+  static DCP_FN void store(void* packet, uint32_t flag, const Word& word) {
+    uint64_t* words = static_cast<uint64_t*>(packet);
+    if constexpr (kBytes == 8) {
+      store_relaxed_sys(words, uint64_t(flag) << 32 | word(0));
+    } else {
+      store_relaxed_sys(words, uint64_t(word(1)) << 32 | word(0));
+      store_release_sys(words + 1, uint64_t(flag) << 32 | word(2));
+    }
+  }
+
+  // True when the packet bears `flag`; then `put(i, word)` has been called for every word.
+  template <class Put>
+  static DCP_FN bool try_load(const void* packet, uint32_t flag, const Put& put) {
+    const uint64_t* words = static_cast<const uint64_t*>(packet);
+    if constexpr (kBytes == 8) {
+      const uint64_t both = load_relaxed_sys(words);
+      if (uint32_t(both >> 32) != flag) return false;
+      put(0, uint32_t(both));
+    } else {
+      const uint64_t high = load_acquire_sys(words + 1);
+      if (uint32_t(high >> 32) != flag) return false;
+      const uint64_t low = load_relaxed_sys(words);
+      put(0, uint32_t(low));
+      put(1, uint32_t(low >> 32));
+      put(2, uint32_t(high));
+    }
+    return true;
+  }
+};
+inline constexpr int kMaxPacketBytes = 16;
+
+// ---- time
+
+// The clock that all GPUs of a host share: 100 MHz.
+DCP_FN int64_t now_ns() { return int64_t(__builtin_amdgcn_s_memrealtime()) * 10; }
+
+// About `ns`: s_sleep counts 64 clocks, 27 to 43 ns at 1.5 to 2.4 GHz.
+DCP_FN void sleep_ns(uint32_t ns) {
+  for (uint32_t slept = 0; slept < ns; slept += 32) __builtin_amdgcn_s_sleep(1);
+}
+
+// ---- for gpu_numbers.h and gpu_bytes.h
+
+using Words4 = uint32_t __attribute__((ext_vector_type(4)));
+struct Words16 {
+  uint32_t word[4];
+};
+// 16 bytes at a 16-byte boundary of global memory, in one instruction.
+DCP_FN Words16 load_16(const void* from) {
+  const Words4 v = *global(static_cast<const Words4*>(from));
+  return {{v.x, v.y, v.z, v.w}};
+}
+DCP_FN void store_16(void* to, const Words16& words) {
+  *global(static_cast<Words4*>(to)) = {words.word[0], words.word[1], words.word[2], words.word[3]};
+}
+template <class T>
+DCP_FN T load_global(const T* from) {
+  return *global(from);
+}
+template <class T>
+DCP_FN void store_global(T* to, T value) {
+  *global(to) = value;
+}
+
+DCP_FN float half_to_float(uint16_t bits) { return float(__builtin_bit_cast(_Float16, bits)); }
+// Two numbers, rounded to nearest even, as they lie in memory: `low` first. For bf16 gfx950 has an
+// instruction; for gfx942 the compiler writes the rounding out.
+using Floats2 = float __attribute__((ext_vector_type(2)));
+DCP_FN uint32_t pack_half(float low, float high) {
+  using Halves2 = _Float16 __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(uint32_t, __builtin_convertvector(Floats2{low, high}, Halves2));
+}
+DCP_FN uint32_t pack_bfloat16(float low, float high) {
+  using BFloats2 = __bf16 __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(uint32_t, __builtin_convertvector(Floats2{low, high}, BFloats2));
+}
+
+}  // namespace dcp::DCP_NS::arch

@@ -1,0 +1,199 @@
+"""What only compilers can say about the GPU targets, without a GPU: the ops compile for all six architectures from the
+same files; no register is spilled and no local memory used; the lines of csrc that order memory became the instructions
+that order it. Nothing here has run on a device."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.isa import amd, nvidia
+from tests.isa.compiled import CSRC, Instruction, Kernel, ToolMissing, run_tool
+from tests.isa.sites import SITES, faults
+
+OPS = sorted((CSRC / "ops").glob("*.cc"))
+PROBE = Path(__file__).with_name("probe.cc")
+VENDORS: dict[str, ModuleType] = {**dict.fromkeys(nvidia.ARCHS, nvidia), **dict.fromkeys(amd.ARCHS, amd)}
+
+
+def need_tools(vendor: ModuleType) -> None:
+    try:
+        vendor.tools()
+    except ToolMissing as missing:
+        if os.environ.get("DCPKERNELS_REQUIRE_ISA") == "1":
+            raise
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="session")
+def compiles(tmp_path_factory: pytest.TempPathFactory):
+    """Compilations of all ops for the architecture of that name; two at a time, all started with the first use."""
+    folder = tmp_path_factory.mktemp("isa")
+
+    def compile_ops(arch: str) -> list[Kernel]:
+        return [kernel for op in OPS for kernel in VENDORS[arch].compile_kernels(arch, op, folder)]
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        pending: dict[str, Future[list[Kernel]]] = {}
+
+        def get(arch: str) -> list[Kernel]:
+            for name, vendor in VENDORS.items() if not pending else ():
+                try:
+                    vendor.tools()
+                except ToolMissing:
+                    continue
+                pending[name] = pool.submit(compile_ops, name)
+            return pending[arch].result()
+
+        yield get
+
+
+@pytest.mark.parametrize("arch", VENDORS)
+def test_ops_compile_as_meant(arch: str, compiles: Callable[[str], list[Kernel]], all_kernels: list[Kernel]) -> None:
+    need_tools(VENDORS[arch])
+    kernels = compiles(arch)
+    all_kernels += kernels
+    dtypes = {name for kernel in kernels for name in ("float", "Half", "BFloat16") if f"<{name}, " in kernel.name}
+    assert dtypes == {"float", "Half", "BFloat16"}
+    unused = [site.step for site in SITES if not any(site.holds_for(kernel) for kernel in kernels)]
+    assert unused == []
+    assert faults(kernels) == []
+
+
+# -- the gate can fail: one broken line each
+
+
+def broken_copy(folder: Path, path: str, old: str, new: str) -> Path:
+    """A copy of csrc in which `old` of the file `path` is `new`."""
+    copy = folder / "csrc"
+    shutil.copytree(CSRC, copy)
+    text = (copy / path).read_text()
+    assert text.count(old) == 1, f"{path} has {text.count(old)} times: {old}"
+    (copy / path).write_text(text.replace(old, new))
+    return copy
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "gfx942"])
+def test_the_probe_is_as_meant(arch: str, tmp_path: Path) -> None:
+    """What the broken copies below are compared with."""
+    need_tools(VENDORS[arch])
+    kernels = VENDORS[arch].compile_kernels(arch, PROBE, tmp_path)
+    assert [kernel.name for kernel in kernels] == ["Probe<BFloat16>"]
+    assert faults(kernels) == []
+
+
+ARRAY = """uint64_t bases[kMaxRanks];
+  for (int i = 0; i < symm.num_ranks; ++i) bases[i] = symm.bases[i];
+  return reinterpret_cast<T*>(bases[peer] + offset);"""
+ASM_STORE = """const Words4 v = {words.word[0], words.word[1], words.word[2], words.word[3]};
+  asm volatile("global_store_dwordx4 %0, %1, off" ::"v"(to), "v"(v) : "memory");
+  """
+BREAKS = {
+    # arch, file, what is there, what is put in its place, part of a finding
+    "cuda: the release store is a relaxed one":
+        ("sm_90a", "arch/cuda.h", '"st.release.sys.global"', '"st.relaxed.sys.global"', "before the flag: no release store"),
+    "cuda: the acquire load is a relaxed one":
+        ("sm_90a", "arch/cuda.h", '"ld.acquire.sys.global"', '"ld.relaxed.sys.global"', "wait: what the flag"),
+    "cuda: a release of the device only":
+        ("sm_90a", "arch/cuda.h", '"st.release.sys.global"', '"st.release.gpu.global"', "before the flag: no release store"),
+    "cuda: no barrier before the flag":
+        ("sm_90a", "arch/cuda.h", "publish_done(const Cta& cta) { cta.sync(); }", "publish_done(const Cta&) {}",
+         "no publish barrier"),
+    "cuda: poison is read without a fence":
+        ("sm_90a", "arch/cuda.h", 'asm volatile("fence.acq_rel.sys;" ::: "memory");', "", "no load after reads"),
+    "cuda: a load past coherence":
+        ("sm_90a", "arch/cuda.h", "const uint4 v = *static_cast<const uint4*>(from);",
+         "const uint4 v = __ldg(static_cast<const uint4*>(from));", "a load past coherence"),
+    "cuda: an array that is indexed at run time":
+        ("sm_90a", "core/symm.h", "return reinterpret_cast<T*>(symm.bases[peer] + offset);", ARRAY, "bytes of local memory"),
+    "cuda: too few registers":
+        ("sm_90a", "arch/cuda.h", "__launch_bounds__(kNumThreads, 1)", "__launch_bounds__(kNumThreads, 4)", " spilled, "),
+    "hip: the release store is a relaxed one":
+        ("gfx942", "arch/hip.h", "release_fence_sys();\n  store_relaxed_sys(word, value);", "store_relaxed_sys(word, value);",
+         "before the flag: no release store"),
+    "hip: nothing waits for the write-back":
+        ("gfx942", "arch/hip.h", '__builtin_amdgcn_fence(__ATOMIC_RELEASE, "");\n  drain_stores();',
+         '__builtin_amdgcn_fence(__ATOMIC_RELEASE, "");', "hazard 1"),
+    "hip: a store that the compiler does not see":
+        ("gfx942", "arch/hip.h", "*global(static_cast<Words4*>(to)) = {",
+         ASM_STORE + "if (false) *global(static_cast<Words4*>(to)) = {", "hazard 2"),
+    "hip: no drain before the barrier":
+        ("gfx942", "arch/hip.h", "drain_stores();\n  cta.sync();", "cta.sync();", "hazard 3"),
+    "hip: poison is read without a wait":
+        ("gfx942", "arch/hip.h", "drain_stores();\n  return load_acquire_sys(word);", "return load_acquire_sys(word);",
+         "no load after reads"),
+    "hip: an array that is indexed at run time":
+        ("gfx942", "core/symm.h", "return reinterpret_cast<T*>(symm.bases[peer] + offset);", ARRAY, "bytes of local memory"),
+    "hip: too few registers":
+        ("gfx942", "arch/hip.h", "__attribute__((global)) ", "__attribute__((global)) __attribute__((amdgpu_num_vgpr(16))) ",
+         " spilled, "),
+    "core: the flag is stored without order":
+        ("gfx942", "core/channel.h", "arch::signal_flag(flag_at(peer, symm_.rank), expected_flag(),",
+         "arch::store_relaxed_sys(&flag_at(peer, symm_.rank)->value, expected_flag()); (void)(",
+         "where is the release store"),
+    "core: the epoch is stored without order":
+        ("sm_90a", "core/channel.h", "arch::store_release_sys(&state_->epoch, epoch_);",
+         "arch::store_relaxed_sys(&state_->epoch, epoch_);", "where is the release store"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BREAKS)
+def test_a_broken_line_is_found(case: str, tmp_path: Path) -> None:
+    arch, path, old, new, finding = BREAKS[case]
+    need_tools(VENDORS[arch])
+    csrc = broken_copy(tmp_path, path, old, new)
+    kernels = VENDORS[arch].compile_kernels(arch, PROBE, tmp_path, csrc)
+    try:
+        found = faults(kernels, csrc)
+    except AssertionError as lost:  # the line itself is gone
+        found = [str(lost)]
+    assert any(finding in text for text in found), found
+
+
+# -- the readers, on text: what the compilers here do not happen to emit
+
+
+def instructions(*texts: str, line: str = "core/channel.h:1") -> list[Instruction]:
+    return [Instruction(text, (line,)) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("texts", "hazard"),
+    [
+        (("buffer_wbl2 sc0 sc1", "global_store_dwordx2 v[0:1], v[2:3], off sc0 sc1"), "hazard 1"),
+        (("asm: global_store_dwordx4 v[0:1], v[2:5], off",), "hazard 2"),
+        (("scratch_store_dword off, v0, s32",), "scratch memory"),
+        (("buffer_wbl2 sc0 sc1", "s_waitcnt vmcnt(0)", "global_store_dwordx2 v[0:1], v[2:3], off sc0 sc1"), None),
+        (("global_store_dword v[0:1], v2, off", "s_barrier"), None),  # not the barrier of publish_done
+    ],
+)
+def test_lint_of_amd(texts: tuple[str, ...], hazard: str | None) -> None:
+    found = amd.lint(instructions(*texts))
+    assert [text.split(":")[0].split(" at ")[0] for text in found] == ([hazard] if hazard else [])
+
+
+def test_parts_of_two_calls_are_no_release() -> None:
+    """A wait and a write-back that another line asked for do not count."""
+    other = instructions("buffer_wbl2 sc0 sc1", "s_waitcnt vmcnt(0)", line="core/channel.h:2")
+    store = instructions("global_store_dwordx2 v[0:1], v[2:3], off sc0 sc1")
+    assert amd.ordered_events(other + store) == []
+    fence = instructions("MEMBAR.ALL.SYS", line="core/channel.h:2")
+    assert nvidia.ordered_events(fence + instructions("STG.E.64.STRONG.SYS desc[UR4][R2.64], R4")) == []
+
+
+# -- arithmetic that both vendors share, run on the host
+
+
+def test_gpu_numbers_on_the_host(tmp_path: Path) -> None:
+    program = tmp_path / "numbers_gpu"
+    command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas", f"-I{CSRC}"]
+    source = Path(__file__).with_name("numbers_gpu.cpp")
+    run_tool([*command, str(source), "-o", str(program)], tmp_path)
+    output, _ = run_tool([str(program)], tmp_path)
+    assert output.startswith("log2: at most")
