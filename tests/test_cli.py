@@ -188,6 +188,24 @@ def test_bench_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert row["speedup"] == pytest.approx(gloo["median_us"] / row["median_us"], rel=0.02, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--zero-copy"], {"wire": "auto", "zero_copy": True}),
+        (["--wire", "packet", "--packet-bytes", "128"], {"wire": "packet", "zero_copy": False}),
+        (["--zero-copy", "--burst", "3", "--turn", "1"], {"calls_per_sample": 3, "samples_per_turn": 1}),
+    ],
+)
+def test_bench_of_other_ways(tmp_path: Path, options: list[str], expected: dict[str, object]) -> None:
+    """The result is checked before it is timed, as ever, and the row says which way it was."""
+    out = tmp_path / "out.json"
+    command = [*TINY_BENCH, "--ranks", "2", "--tokens", "5", "--baselines", "gloo-exchange", *options]
+    assert main([*command, "--json", str(out)]) == 0
+    (row,) = json.loads(out.read_text())
+    assert {name: row[name] for name in expected} == expected
+    assert row["max_err_over_bound"] <= 1 and row["speedup"] is None  # an exchange alone is not the op
+
+
 def test_bench_of_a_variant_without_baselines_and_with_one_rank(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = ["--ranks", "1", "--tokens", "2", "--dtype", "fp32", "--isa", "baseline", "--baselines", "none"]
