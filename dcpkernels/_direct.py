@@ -155,9 +155,12 @@ class DirectBackend:
     def fault_error(self, op: str) -> DcpError:
         return fault_error(op, self._fault or self._endpoint.fault())
 
-    def check(self, op: str) -> None:
+    def check_fault(self, op: str) -> None:
         if self._endpoint.is_poisoned():
             raise self.fault_error(op)
+
+    def check(self, op: str) -> None:
+        self.check_fault(op)
         lost = self._heap.lost_peers()
         if lost:
             raise lost_error(op, lost)

@@ -187,14 +187,16 @@ class Workspace:
             DcpInvalidArgument: num_tokens is above config.max_num_tokens (pass a tensor of your own, which is copied, in
                 rounds), or a wrong lane.
             DcpTimeout, DcpPeerLost: a peer did not read the last call's in time, or is gone. On every rank.
+            DcpMismatch, DcpTimeout, DcpPeerLost: an earlier fault of the workspace.
             DcpError: a call is in flight on the lane, or the workspace is closed.
         """
         op = "partial_out"
         impl, config = self._open_impl(op), self.config
-        if not isinstance(num_tokens, int) or not 0 <= num_tokens <= config.max_num_tokens:
+        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 0 <= num_tokens <= config.max_num_tokens:
             _check.fail(op, f"num_tokens must be in 0 .. max_num_tokens={config.max_num_tokens}", repr(num_tokens))
         _check.lane(op, lane, config.num_lanes)
         if not config.zero_copy:
+            impl.check_fault(op)
             return torch.empty((num_tokens, config.num_heads, config.head_dim), dtype=config.dtype)
         status, tensor = impl.hand_out_partial_out(lane, num_tokens)
         if status != 0:

@@ -82,7 +82,7 @@ def assemble(by_rank: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> list[tup
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes, so that two NaN and the two zeros compare as what they are."""
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

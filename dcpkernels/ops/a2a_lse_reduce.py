@@ -53,7 +53,8 @@ def a2a_lse_reduce(
         seq_lens: int32 [S], contiguous: *local* KV lengths, those of this rank's shard. With query_start_loc.
         query_start_loc: int32 [S + 1], contiguous: rows query_start_loc[s] .. query_start_loc[s + 1] - 1 belong to
             sequence s. Both are read at every call, at the address given.
-        out: [T, H/W, D] in the workspace's dtype, unit last stride; allocated when None. Must not overlap the inputs.
+        out: [T, H/W, D] in the workspace's dtype, unit last stride; allocated when None. The bytes from its first to
+            its last element must not overlap those of the inputs or of lse_out.
         lse_out: fp32 [T, H/W], any strides; implies return_lse.
         return_lse: also return the merged LSE, fp32 [T, H/W], in base `lse_base`.
         lane: which of the workspace's independent streams. Calls on one lane come one after the other.
