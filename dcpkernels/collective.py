@@ -183,9 +183,11 @@ class CollectiveBackend:
     def fault_error(self, op: str) -> DcpError:
         return fault_error(op, self._fault)
 
-    def check(self, op: str) -> None:
+    def check_fault(self, op: str) -> None:
         if self._fault is not None:
             raise self.fault_error(op)
+
+    check = check_fault  # a lost rank shows in the next call only
 
     def counters(self) -> dict[str, int]:
         return {

@@ -178,7 +178,7 @@ class Workspace:
         Pass it, or any view of it with unit last stride, to the lane's next `a2a_lse_reduce` as `partial_out`: with
         config.zero_copy peers read it where it is. There are two buffers a lane: one can be written while peers still
         read the other. The one that was used last is handed out when they have read it (it is still in the cache),
-        else the other one; this waits only when they still read both. Ask for one before each call: a tensor serves one
+        else the other one, also when the last tensor was not used; this waits only when they still read both. Ask for one before each call: a tensor serves one
         call, and one that peers may still read raises DcpInvalidArgument there.
 
         Not collective. Without zero_copy, and with the collective backend, it is an ordinary new tensor.

@@ -188,7 +188,7 @@ class A2aLseReducePlan : Call {
     const BufferPair& pair = endpoint_.buffers(p_.stream_idx);
     p_.copies_to_buffer = !overlap(buffers_, {partial_out, partial_out_bytes_});
     if (p_.copies_to_buffer) {
-      p_.buffer_idx = pair.handed_out < 0 ? endpoint_.free_buffer(p_.stream_idx) : 1 - pair.handed_out;
+      p_.buffer_idx = endpoint_.free_buffer(p_.stream_idx);
       return 0;
     }
     p_.buffer_idx = partial_out - buffers_.begin < p_.buffer_bytes ? 0 : 1;

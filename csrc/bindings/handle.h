@@ -76,10 +76,13 @@ class Endpoint {
     pair.handed_out = buffer_idx;
     return {0, buffer_idx};
   }
-  // The buffer to write next: the last one if peers have read it, as it is in the cache, else the other one.
+  // The buffer to write next: never the one that the caller still has; else the one used last if peers have
+  // read it, as it is in the cache, else the other one.
   int free_buffer(int stream_idx) {
-    const int last = buffers(stream_idx).last_used;
-    return DCP_NS::is_released(symm_, control_, stream_idx, last) ? last : 1 - last;
+    const BufferPair& pair = buffers(stream_idx);
+    if (pair.handed_out >= 0) return 1 - pair.handed_out;
+    return DCP_NS::is_released(symm_, control_, stream_idx, pair.last_used) ? pair.last_used
+                                                                            : 1 - pair.last_used;
   }
   BufferPair& buffers(int stream_idx) {
     DCP_CHECK(stream_idx >= 0 && stream_idx < control_.num_streams, stream_idx);
