@@ -25,6 +25,8 @@ ParallelFor = Callable[[int, Callable[[int, int], None]], None]
 
 
 class DirectBackend:
+    """One rank's regions, endpoint and threads. It has the methods that `CollectiveBackend` has."""
+
     name = "direct"
 
     def __init__(
@@ -75,10 +77,12 @@ class DirectBackend:
             num_yields=num_yields,
             isa=isa,
         )
-        self._pool = None
-        if parallel_for is None and config.num_channels > 1:
-            parallel_for = self._pool = ThreadPool(config.num_channels)
-        self._parallel_for = parallel_for
+        # A pool for each lane: a lane's channels must not wait for a thread that waits in another lane.
+        self._pools: list[ThreadPool] = []
+        self._parallel_for: list[ParallelFor] = []
+        if config.num_channels > 1:
+            self._pools = [] if parallel_for else [ThreadPool(config.num_channels) for _ in range(config.num_lanes)]
+            self._parallel_for = self._pools or [parallel_for] * config.num_lanes
         self._geometries = [self._geometry(lane) for lane in range(config.num_lanes)]
         self._buffers = [[self._buffer(lane, index) for index in (0, 1)] for lane in range(config.num_lanes)]
 
@@ -129,9 +133,9 @@ class DirectBackend:
     def a2a_lse_reduce_plan(self, lane: int, **call: Any) -> Callable[..., int]:
         """Runs calls of one shape: six addresses in, a status out."""
         plan = self._module.A2aLseReducePlan(endpoint=self._endpoint, geometry=self._geometries[lane], **call)
-        if self._parallel_for is None:
+        if not self._parallel_for:
             return plan
-        return _ChannelledPlan(plan, self._config.num_channels, self._parallel_for, self._module.STATUS_FAULTED)
+        return _ChannelledPlan(plan, self._config.num_channels, self._parallel_for[lane], self._module.STATUS_FAULTED)
 
     def _buffer_offset(self, lane: int, index: int) -> int:
         return self._layout.parts["a2a_lse_reduce.partial_out"].offset + (2 * lane + index) * self._layout.buffer_bytes
@@ -171,8 +175,8 @@ class DirectBackend:
 
     def warmup(self) -> None:
         """Regions are mapped with their pages; what is left is to have the threads of the pool started."""
-        if self._parallel_for is not None:
-            self._parallel_for(self._config.num_channels, lambda first, end: None)
+        for pool in self._pools:
+            pool(self._config.num_channels, lambda first, end: None)
 
     def close(self, *, wait: bool) -> None:
         fault = self._endpoint.fault() if self._endpoint.is_poisoned() else None
@@ -180,8 +184,8 @@ class DirectBackend:
             raise DcpError("close: no call may be in flight (another thread is inside an op of this workspace)")
         self._fault = fault  # for a thread that comes out of a faulted call only now
         self._buffers = []
-        if self._pool is not None:
-            self._pool.close()
+        for pool in self._pools:
+            pool.close()
         self._heap.close(timeout_s=self._timeout_s if wait and fault is None else 0)
 
 
@@ -192,15 +196,25 @@ class _ChannelledPlan:
         self._plan, self._num_channels, self._parallel_for, self._faulted = plan, num_channels, parallel_for, faulted
 
     def __call__(self, *addresses: int) -> int:
-        plan, statuses = self._plan, []
+        plan, statuses, ran = self._plan, [], []
         code = plan.begin(*addresses)
         if code != 0:
             return code
+
+        def body(first: int, end: int) -> None:
+            ran.extend(range(first, end))
+            statuses.append(plan.run(first, end))
+
+        # However it ends, `end` gives the lane back; and where channels are missing, it tells the peers not to wait.
         try:
-            self._parallel_for(self._num_channels, lambda first, end: statuses.append(plan.run(first, end)))
+            self._parallel_for(self._num_channels, body)
         except BaseException:
             plan.end(self._faulted)
             raise
+        if sorted(ran) != list(range(self._num_channels)):
+            plan.end(self._faulted)
+            rule = f"parallel_for must run every channel of 0 .. {self._num_channels - 1} once"
+            raise DcpError(f"a2a_lse_reduce: {rule} (it ran {sorted(ran)})")
         return plan.end(max(statuses))
 
 

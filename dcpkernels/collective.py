@@ -29,6 +29,12 @@ _OP_CODE = 1  # csrc/core/types.h: Op::kA2aLseReduce
 
 
 class CollectiveBackend:
+    """One rank's groups and buffers. It has the methods that `DirectBackend` has.
+
+    A fault is found by each rank for itself: gloo says that a rank is late or gone, and not which one, so `.ranks` of
+    DcpTimeout and DcpPeerLost are those that `Group` knows, mostly none.
+    """
+
     name = "collective"
     wire = "torch.distributed"
 

@@ -30,16 +30,23 @@ class WorkspaceConfig:
         num_lanes: independent streams with their own staging, for micro-batches that run at the same time.
         num_channels: parts of a call that a rank runs in threads of its own (`Workspace(parallel_for=...)`).
         zero_copy: peers read partial outputs where they are, in memory of the workspace that `Workspace.partial_out`
-            hands out; nothing is copied, and each rank holds two buffers [max_num_tokens, num_heads, head_dim] a lane.
+            hands out; only LSEs are copied, and each rank holds two buffers [max_num_tokens, num_heads, head_dim] a
+            lane. Not with wire="packet".
         wire: "bulk" moves rows, then raises a flag; "packet" puts a flag into every packet, which saves a trip on some
             hardware; "auto" is what is faster on the device: bulk on a CPU. Results are equal in every bit.
-        packet_bytes: size of a packet: 8 (4 bytes of payload), 16 (12) or 128 (120).
+        packet_bytes: size of a packet, with wire="packet": 8 (4 bytes of payload), 16 (12) or 128 (120).
         timeout_s: seconds that a wait for another rank may take; 0 = for ever. DCPKERNELS_TIMEOUT_S replaces it.
         first_call_timeout_s: the same for the first call of a lane, and for making the workspace: ranks start at
             different times. DCPKERNELS_FIRST_CALL_TIMEOUT_S replaces it.
         cpu_isa: "v4", "v3" or "baseline"; None = DCPKERNELS_CPU_ISA, else the best that the processor runs. All give
             the same bits.
         start_epoch: where the 64-bit epochs start, at least 2 in the low 32 bits; for tests of the wrap at 2**32.
+
+    num_channels, zero_copy, wire and packet_bytes have no effect on the collective backend.
+
+    Raises:
+        DcpInvalidArgument: a field has a value outside of these. On this rank, at once. (That heads divide by the ranks
+            is checked where the ranks are known: by Workspace and Workspace.size.)
     """
 
     num_heads: int
@@ -105,6 +112,8 @@ class WorkspaceConfig:
 
         128 sequences with 10 draft tokens: max_num_tokens = 128 * 11 = 1408. Larger calls, as from a mixed batch with
         prefill rows, take several rounds.
+
+        Raises DcpInvalidArgument for a wrong count, or a max_num_tokens among `fields`.
         """
         for name, value, least in (("max_num_seqs", max_num_seqs, 1), ("draft_tokens", draft_tokens, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -1,5 +1,5 @@
-"""The workspace of a group of ranks: what the ops run on. Making and closing it are the only collective calls;
-everything in between is an op."""
+"""The workspace of a group of ranks: what the ops run on. Making and closing it, and `self_check`, are the only
+collective calls besides the ops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Workspace:
             out = dcpkernels.a2a_lse_reduce(partial_out, partial_lse, workspace=workspace, lse_base="e")
 
     Making one is collective: all ranks of `group` call it, with equal configurations, and all succeed or all raise the
-    same error. `close()` is collective too; nothing else is. Ranks are ranks inside the group, in the group's order.
+    same error. `close()` and `self_check()` are collective too; nothing else is. Ranks are ranks inside the group, in
+    the group's order.
 
     Args:
         group: a torch.distributed process group of any backend; None = the default group.
@@ -41,15 +42,17 @@ class Workspace:
             over several hosts; "auto" is direct where all ranks can, else collective on all of them. The log says which
             and why. The same on all ranks.
         parallel_for: with config.num_channels > 1, what runs the channels of a call: `parallel_for(n, body)` calls
-            `body(first, end)` for ranges that cover 0 .. n - 1, at the same time or in increasing order, and returns
-            when all have returned. None: a thread for each channel, made with the workspace. May differ between ranks.
+            `body(first, end)` for ranges that cover 0 .. n - 1, each once: at the same time in threads that nothing
+            else occupies, or in increasing order. It returns when all have returned, and lets an exception of `body`
+            through. None: a thread for each channel but the first, made with the workspace, the same for all lanes
+            (which then must not run calls at the same time). May differ between ranks.
 
-    Attributes: rank, num_ranks, num_local_heads, device, config, backend ("direct" or "collective").
+    Attributes: rank, num_ranks, num_local_heads, device, config, backend ("direct" or "collective"), isa, num_bytes.
 
     Raises (the same on all ranks):
         DcpInvalidArgument: a count is wrong, or heads do not divide by the ranks.
-        DcpUnsupported: configurations or builds differ; a device without a built target; with backend="direct" also
-            ranks on several hosts.
+        DcpUnsupported: configurations, builds or `backend` differ; a device without a built target; a cpu_isa that the
+            processor lacks; more than 64 ranks; with backend="direct" also ranks on several hosts or of several users.
         DcpError: another step failed; the text names rank and reason. With backend="direct" also no room (with the
             bytes needed and available).
         DcpTimeout, DcpPeerLost: a rank did not come, or died.
@@ -136,7 +139,7 @@ class Workspace:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank's workspace holds."""
+        """Bytes that this rank's workspace holds: its region, or the buffers of the collective backend so far."""
         return self._closed_impl.num_bytes
 
     @property
@@ -150,8 +153,10 @@ class Workspace:
         """Gives the memory back. Collective on a healthy workspace: waits, at most timeout_s, until all ranks close.
 
         May be called again, at interpreter exit, and after the process group is gone. On a faulted workspace it is local
-        and does not wait, nor with timeout_s = 0. No call may be in flight. Tensors of `partial_out` stay valid memory
-        as long as they are referred to.
+        and does not wait, nor with timeout_s = 0, nor with the collective backend. Tensors of `partial_out` stay valid
+        memory as long as they are referred to.
+
+        Raises DcpError when a call is in flight (in another thread); the workspace stays open.
         """
         self._close(wait=True)
 
@@ -173,13 +178,15 @@ class Workspace:
     # -- zero copy
 
     def partial_out(self, num_tokens: int, *, lane: int = 0) -> torch.Tensor:
-        """A tensor [num_tokens, num_heads, head_dim] for the attention kernel to write its partial output into.
+        """A tensor [num_tokens, num_heads, head_dim], config.dtype, contiguous, contents undefined, for the attention
+        kernel to write its partial output into.
 
         Pass it, or any view of it with unit last stride, to the lane's next `a2a_lse_reduce` as `partial_out`: with
         config.zero_copy peers read it where it is. There are two buffers a lane: one can be written while peers still
-        read the other. The one that was used last is handed out when they have read it (it is still in the cache),
-        else the other one, also when the last tensor was not used; this waits only when they still read both. Ask for one before each call: a tensor serves one
-        call, and one that peers may still read raises DcpInvalidArgument there.
+        read the other. The one that was used last is handed out when they have read it (it is still in the cache);
+        else, or when the last tensor was not used, the other one. This waits while peers still read that one. Ask for
+        one before each call: a tensor serves one call, and one that peers may still read raises DcpInvalidArgument
+        there. After the call it may be read, not written.
 
         Not collective. Without zero_copy, and with the collective backend, it is an ordinary new tensor.
 
@@ -206,13 +213,16 @@ class Workspace:
     # -- health
 
     def check(self) -> None:
-        """Raises what an op would raise now: a fault that was reported, or a rank whose process is gone. Never waits."""
+        """Raises what an op would raise now: a fault that was reported, or a rank whose process is gone. Never waits.
+
+        The collective backend knows only of faults that this rank has met in a call.
+        """
         self._open_impl("check").check("check")
 
     def stats(self) -> dict[str, int]:
         """Counters of this rank since the workspace was made.
 
-        num_calls: completed calls, of all ops and lanes.
+        num_calls: completed calls, of all ops and lanes, those of `self_check` included.
         nonfinite_lse: LSEs that were not finite although seq_lens called the shard non-empty. The op treats such a shard
             as empty; a count above 0 means that the attention kernel returns no real LSE there.
         """
@@ -226,7 +236,10 @@ class Workspace:
         self._open_impl("warmup").warmup()
 
     def self_check(self) -> None:
-        """Collective: runs every op on every lane on known data, compares with the reference, and votes.
+        """Collective: runs every op on every lane on known data (at most 3 rows), compares with the reference, and votes
+        over the group that the workspace was made with, which must still be there. timeout_s bounds the vote.
+
+        With config.zero_copy it asks for tensors of `partial_out` itself: not between that and its call.
 
         Raises, the same on all ranks: DcpError that names rank and lane where a result was wrong; what the op raised.
         """

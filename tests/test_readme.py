@@ -52,7 +52,6 @@ def run_script(folder: Path, text: str) -> str:
 
 
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
-    assert len(blocks("README.md", "python")) == 1
     printed = run_script(tmp_path, script("README.md", "example.py"))
     # Four processes write to one pipe: a line's end may come after the next line's beginning.
     found = re.findall(r"rank (\d): \[2, 4, 64\], largest error ([\d.]+e[-+]\d\d)", printed)
@@ -60,13 +59,49 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     assert all(float(error) < 1e-6 for _, error in found)
 
 
+def test_the_zero_copy_example_of_the_readme_runs(tmp_path: Path) -> None:
+    assert len(blocks("README.md", "python")) == 2  # this one and the one above
+    printed = run_script(tmp_path, script("README.md", "zero_copy.py"))
+    found = re.findall(r"rank (\d): (\[8, 24, 512\], all 3\.5)", printed)
+    assert sorted(rank for rank, _ in found) == ["0", "1", "2", "3"], printed
+    assert f"`{found[0][1]}`" in (ROOT / "README.md").read_text()
+
+
 def test_the_sizes_in_the_docs_are_those_of_the_code(tmp_path: Path) -> None:
     printed = run_script(tmp_path, script("docs/workspace.md", "size.py"))
     assert printed in blocks("docs/workspace.md", "text")
-    totals = [int(line.rsplit(" ", 1)[1]) for line in printed.splitlines()]
-    text = " ".join((ROOT / "docs/workspace.md").read_text().split())
-    per_rank, of_host = ([f"{n * total / 2**20:.1f} MiB" for total in totals] for n in (1, 8))
-    assert f"That is {' and '.join(per_rank)} a rank; {' and '.join(of_host)} on the host" in text
+    assert len(printed.splitlines()) == 6
+
+
+def test_the_formulas_of_the_sizes_in_the_docs() -> None:
+    """The table of parts, written out once more, for a geometry in which nothing is round."""
+    lanes, channels, ranks, heads, dim, tokens, item = 3, 2, 3, 15, 50, 7, 2
+    local = heads // ranks
+
+    def up(value: int, alignment: int) -> int:
+        return -(-value // alignment) * alignment
+
+    plain = up(up(local * dim * item, 16) + local * 4, 64)
+    packet, payload = 16, 12
+    packets = up(packet * (-(-local * 4 // payload) + local * -(-dim * item // payload)), 64)
+    lse = up(local * 4, 64)
+    expected = {
+        (): (2 * (ranks - 1) * tokens * plain, 0, 0),
+        (("zero_copy", True),): (2 * (ranks - 1) * tokens * lse, 0, 2 * up(tokens * heads * dim * item, 4096)),
+        (("wire", "packet"), ("packet_bytes", packet)): (
+            2 * (ranks - 1) * tokens * packets, (ranks - 1) * tokens * plain, 0
+        ),
+    }  # fmt: skip
+    for fields, sizes in expected.items():
+        config = dcpkernels.WorkspaceConfig(heads, dim, tokens, num_lanes=lanes, num_channels=channels, **dict(fields))
+        parts = dcpkernels.Workspace.size(config, ranks).parts
+        assert parts["streams"] == lanes * (64 + 128 * channels)
+        assert parts["flags"] == lanes * 2 * channels * ranks * 64
+        names = ("staging", "unpacked", "partial_out")
+        assert tuple(parts[f"a2a_lse_reduce.{name}"] for name in names) == tuple(lanes * size for size in sizes)
+        assert {f"`{name}`" for name in parts} <= set(re.findall(r"`[\w.]+`", (ROOT / "docs/workspace.md").read_text()))
+    for fields, rows in (({}, 12), ({"wire": "packet"}, 6)):
+        assert dcpkernels.WorkspaceConfig(96, 512, 64, **fields).region_layout(8).max_round_rows == rows
 
 
 def _recovers(group: Any, source: str) -> tuple[bool, int, list[float]]:

@@ -2,10 +2,9 @@
 // target that lacks a line of this page does not compile. Adding a target is writing one such header
 // (csrc/README.md).
 //
-//   code      DCP_FN: inlined into kernels. DCP_OUTLINE: code that seldom runs (a CPU calls it; a GPU inlines
-//   it
-//             too, because a reference to a local would need local memory). DCP_DECL: a declaration of
-//             either. DCP_NO_UNROLL: before a loop that seldom runs more than once a thread
+//   code      DCP_FN: inlined into kernels. DCP_OUTLINE: code that seldom runs (a CPU calls it; a GPU
+//             inlines it too, because a reference to a local would need local memory). DCP_DECL: a
+//             declaration of either. DCP_NO_UNROLL: before a loop that seldom runs more than once a thread
 //   threads   Cta {index, thread_rank, size, sync, broadcast, shared<S>}
 //             Lanes<N> {rank, size, group, num_groups, sync, broadcast, kMaxGroups}
 //   launch    launch<Kernel>(params, launch): every channel of it runs Kernel::run(cta, params), maybe all at
@@ -16,10 +15,11 @@
 //             publish_done(cta): all stores of the CTA to peers are complete before a flag that follows
 //             signal_flag(flag, value, doorbell): a release store that also wakes a sleeping owner
 //   packets   Packet<8 | 16 | 128> {kWords, store, try_load}: payload and flag arrive together;
-//   kMaxPacketBytes time      now_ns, spin_pause, Backoff {is_slow, pause}, kHostPollNs, poll_host bytes
-//   PeerStores(hint, num_bytes) {copy(cta, to, from, num_bytes), finish(cta)} numbers   fma, exp2 (x <= 0),
-//   log2, abs; to_float, from_float<T>, rounding to nearest even; bit_cast vectors   RowVec<T> {kElements,
-//   broadcast, load, store} for float, Half, BFloat16; fma
+//             kMaxPacketBytes
+//   time      now_ns, spin_pause, Backoff {is_slow, pause}, kHostPollNs, poll_host
+//   bytes     PeerStores(hint, num_bytes) {copy(cta, to, from, num_bytes), finish(cta)}
+//   numbers   fma, exp2 (x <= 0), log2, abs; to_float, from_float<T>, rounding to nearest even; bit_cast
+//   vectors   RowVec<T> {kElements, broadcast, load, store} for float, Half, BFloat16; fma
 //             kRowBlock, kHeadTile
 //
 // Every number is the result of correctly rounded IEEE operations in a stated order, so that the variants of

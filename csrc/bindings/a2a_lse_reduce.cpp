@@ -167,7 +167,11 @@ class A2aLseReducePlan : Call {
 
   // `status`: the first of all runs that is not 0. A part of a result is no result.
   int end(int status) {
-    if (status != 0 && p_.control.num_channels > 1) fns_.discard(p_, {0, p_.control.num_channels, nullptr});
+    if (status != 0 && p_.control.num_channels > 1) {
+      // A channel that was never run found no fault: then the peers must hear of it from here.
+      DCP_NS::abandon_call(p_.symm, p_.control, p_.stream_idx);
+      fns_.discard(p_, {0, p_.control.num_channels, nullptr});
+    }
     if (p_.wire == Wire::kPull) take_buffer(status);
     DCP_NS::release_call(p_.symm, p_.control, p_.stream_idx);
     endpoint_.end_call();

@@ -14,6 +14,15 @@ inline void release_call(const SymmView& symm, const ControlLayout& control, int
   arch::store_release_sys(&stream_state(symm, control, symm.rank, stream_idx)->in_flight, 0u);
 }
 
+// This rank breaks off the call in flight on the stream, unless a fault is known already: no peer waits for
+// it.
+inline void abandon_call(const SymmView& symm, const ControlLayout& control, int stream_idx) {
+  const StreamState* state = stream_state(symm, control, symm.rank, stream_idx);
+  report_fault(symm, control,
+               {FaultKind::kInterrupted, Op(state->call >> 56), int(state->call >> 48 & 0xff),
+                rank_bit(symm.rank), next_epoch(state->epoch), state->call, 0, 0});
+}
+
 // Whether all peers have read what they were to read in buffer `buffer_idx`. Does not wait.
 inline bool is_released(const SymmView& symm, const ControlLayout& control, int stream_idx, int buffer_idx) {
   for (int channel_idx = 0; channel_idx < control.num_channels; ++channel_idx) {

@@ -7,17 +7,15 @@
 // How payload travels is one of three ways, the same on all ranks of a workspace; the results are equal in
 // every bit. Staging rows lie at [parity][slot][row], slot = staging_slot(source, owner).
 //
-//   push     The source stores its rows into the owner's staging. A row is the payload, H/W x D elements of
-//   the
-//            op's dtype, and at `lse_in_row` H/W fp32 LSEs; -inf: this shard has nothing for (row, head).
+//   push     The source stores its rows into the owner's staging. A row is the payload, H/W x D elements in
+//            the op's dtype, and at `lse_in_row` H/W fp32 LSEs; -inf: this shard has nothing for (row, head).
 //            Payload of an empty row is not written and never read.
 //   pull     Only the LSEs go into staging. The payload stays in the source's region, in one of two buffers
 //            [max_num_tokens, H, D]; where it begins, and its strides, come with the flag, and the owner
 //            reads it there. A caller that wrote its partial_out elsewhere has it copied into a buffer
 //            (`acquire`).
 //   packet   A staging row is a row of packets (core/packet.h), each with a flag of its own. The owner
-//   unpacks
-//            them into a plain row of its own region (`receive`).
+//            unpacks them into a plain row of its own region (`receive`).
 //
 // A source writes nothing else into an owner's region but its own flag line (and a poison word).
 //
@@ -28,9 +26,8 @@
 //   publish  rows of this channel -> the peer's staging of parity e & 1      } for each peer,
 //   signal   flag[parity][c][me] on the peer := {e, digest of the call}      } (rank + i) % W
 //   receive  (packet) every packet of my rows bears e; unpack
-//   wait     all peers' flags in my region are {e, my digest}. In packet mode it comes after `reduce`: there
-//   it
-//            finds other calls, and bounds how far a peer can be ahead
+//   wait     all peers' flags in my region are {e, my digest}. In packet mode it comes after `reduce`:
+//            there it finds other calls, and bounds how far a peer can be ahead
 //   reduce   merge rows of this channel, in rank order; my own shard is read in place
 //   release  (pull) the line of my flag on each owner says: I have read your payload of epoch e
 //   confirm  no fault was reported before the last read of staging

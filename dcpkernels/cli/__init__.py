@@ -97,10 +97,10 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     bench.add_argument("--zero-copy", action="store_true",
                        help="the partial output lies in memory of the workspace, and peers read it there")  # fmt: skip
     bench.add_argument("--isa", choices=("auto", "v4", "v3", "baseline"), default="auto", help="CPU kernel variant")
-    bench.add_argument("--iters", type=_count, default=200, help="timed calls of each candidate (default 200)")
+    bench.add_argument("--iters", type=_count, default=200, help="timed samples of each candidate (default 200)")
     bench.add_argument("--warmup", type=int, default=3, help="turns before those (default 3)")
     bench.add_argument("--turn", type=_count, default=8,
-                       help="calls of a candidate in its turn; the first half settles the caches and is not timed (default 8)")  # fmt: skip
+                       help="samples of a candidate in its turn; the first half settles the caches and is not timed (default 8)")  # fmt: skip
     bench.add_argument("--burst", type=_count, default=1, help="calls back to back in a sample, averaged (default 1)")
     bench.add_argument("--seed", type=int, default=0)
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, as a list")

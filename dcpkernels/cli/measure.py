@@ -65,12 +65,12 @@ def take_turns(
     produce: Callable[[str], object] = lambda name: None,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Microseconds of `iters` calls of each candidate on this rank. All ranks call this with the same arguments.
+    """Microseconds of `iters` samples of each candidate on this rank. All ranks call this with the same arguments.
 
-    Candidates take turns of `turn` calls; the first half of a turn, and `warmup` turns at the start, are not counted
+    Candidates take turns of `turn` samples; the first half of a turn, and `warmup` turns at the start, are not counted
     (`timing.interleave` says why).
 
-    Before each call, untimed, `produce(name)` writes the inputs of that candidate anew, as attention does before a merge:
+    Before each sample, untimed, `produce(name)` writes the inputs of that candidate anew, as attention does before a merge:
     every candidate finds them where a decode step leaves them, and not where the candidate before it has pushed them.
     Then all ranks meet. A sample is the mean of `num_calls` calls back to back. A call runs from this rank's entry to
     its own return. Who wants the time of the collective takes, call by call, the slowest rank

@@ -45,8 +45,8 @@ def a2a_lse_reduce(
 
     Args:
         partial_out: [T, H, D] in the workspace's dtype; unit stride in the last dim, any token and head strides. With
-            config.zero_copy a tensor of `Workspace.partial_out` (or a view of it) is read by the peers where it is; any
-            other one is copied.
+            config.zero_copy a tensor of `Workspace.partial_out` (or a view of it) is read by the peers where it is, once;
+            any other one is copied.
         partial_lse: [T, H] fp32, fp16 or bf16, any strides; the log-sum-exp of the scaled scores, in base `lse_base`.
         workspace: made with num_heads = H, head_dim = D. T above its max_num_tokens is done in several rounds.
         lse_base: "e" or "2", the base that the attention kernel used. Required: a wrong base is silent.
@@ -54,7 +54,7 @@ def a2a_lse_reduce(
         query_start_loc: int32 [S + 1], contiguous: rows query_start_loc[s] .. query_start_loc[s + 1] - 1 belong to
             sequence s. Both are read at every call, at the address given.
         out: [T, H/W, D] in the workspace's dtype, unit last stride; allocated when None. The bytes from its first to
-            its last element must not overlap those of the inputs or of lse_out.
+            its last element must not overlap those of the inputs or of lse_out, nor memory of `Workspace.partial_out`.
         lse_out: fp32 [T, H/W], any strides; implies return_lse.
         return_lse: also return the merged LSE, fp32 [T, H/W], in base `lse_base`.
         lane: which of the workspace's independent streams. Calls on one lane come one after the other.
@@ -63,13 +63,15 @@ def a2a_lse_reduce(
         out, or (out, lse).
 
     Raises:
-        DcpInvalidArgument: an argument is wrong; nothing was sent, the workspace is as before. Ranks that did make the
-            call wait for this one: call again, put right. Calls are matched by their order and shape, so a rank that
-            leaves one out would have its next call merged with the others' earlier one.
+        DcpInvalidArgument: an argument is wrong, or partial_out is a tensor of `Workspace.partial_out` that was used or is
+            not the last one; nothing was sent, the workspace is as before. Ranks that did make the call wait for this
+            one: call again, put right. Calls are matched by their order and shape, so a rank that leaves one out would
+            have its next call merged with the others' earlier one.
         DcpMismatch: the ranks made different calls. On every rank.
         DcpTimeout, DcpPeerLost: ranks did not come in time, or are gone; `.ranks` names them. On every rank.
         DcpError: a second call on the lane while one is in flight, or the workspace is closed.
-        After a mismatch, a timeout or a lost rank the workspace is of no more use: close it and make another.
+        After a mismatch, a timeout or a lost rank the output is NaN, and the workspace of no more use: close it and make
+        another. The collective backend does not always know `.ranks` (docs/errors.md).
     """
     # Everything that a check looks at is in the key, so that a call whose like has been checked goes straight to C++.
     try:
