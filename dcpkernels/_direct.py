@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 
 from dcpkernels import _backend, _check
+from dcpkernels._channels import ChannelledPlan, ParallelFor, ThreadPool
 from dcpkernels._faults import fault_error, lost_error
 from dcpkernels.config import WorkspaceConfig
 from dcpkernels.errors import DcpError
 from dcpkernels.heap.cpu import CpuHeap
 from dcpkernels.heap.group import Deadline, Group
+from dcpkernels.heap.verdict import agree
 from dcpkernels.region_layout import RegionLayout
 
 # csrc/core/types.h: Wire.
 _PUSH, _PULL = 0, 1
 _PACKET = {8: 2, 16: 3, 128: 4}
-
-ParallelFor = Callable[[int, Callable[[int, int], None]], None]
 
 
 class DirectBackend:
@@ -65,6 +64,31 @@ class DirectBackend:
             payload=payload,
             timeout_s=deadline.for_call(),
         )
+        self.closed = False
+        error = None
+        try:
+            self._start(group, control, isa, num_cpus, timeout_s, first_call_timeout_s, parallel_for)
+        except Exception as failure:
+            error = failure
+        try:
+            agree(group, "workspace: start", error=error, timeout_s=deadline.for_call())
+        except BaseException:
+            self._buffers = []
+            self._heap.close(timeout_s=0)
+            raise
+
+    def _start(
+        self,
+        group: Group,
+        control: Any,
+        isa: str,
+        num_cpus: int,
+        timeout_s: float,
+        first_call_timeout_s: float,
+        parallel_for: ParallelFor | None,
+    ) -> None:
+        """Local: what the ops of this rank run on."""
+        config, module = self._config, self._module
         num_spins, num_yields = _backend.wait_budget(group.num_ranks, num_cpus)
         self._endpoint = module.Endpoint(
             rank=group.rank,
@@ -77,12 +101,12 @@ class DirectBackend:
             num_yields=num_yields,
             isa=isa,
         )
-        # A pool for each lane: a lane's channels must not wait for a thread that waits in another lane.
+        # A pool for each lane: calls of two lanes that shared one would keep each other's channels from running, and
+        # ranks that start them in different orders would wait for each other.
         self._pools: list[ThreadPool] = []
-        self._parallel_for: list[ParallelFor] = []
-        if config.num_channels > 1:
-            self._pools = [] if parallel_for else [ThreadPool(config.num_channels) for _ in range(config.num_lanes)]
-            self._parallel_for = self._pools or [parallel_for] * config.num_lanes
+        if parallel_for is None and config.num_channels > 1:
+            self._pools = [ThreadPool(config.num_channels) for _ in range(config.num_lanes)]
+        self._parallel_for = parallel_for
         self._geometries = [self._geometry(lane) for lane in range(config.num_lanes)]
         self._buffers = [[self._buffer(lane, index) for index in (0, 1)] for lane in range(config.num_lanes)]
 
@@ -133,9 +157,10 @@ class DirectBackend:
     def a2a_lse_reduce_plan(self, lane: int, **call: Any) -> Callable[..., int]:
         """Runs calls of one shape: six addresses in, a status out."""
         plan = self._module.A2aLseReducePlan(endpoint=self._endpoint, geometry=self._geometries[lane], **call)
-        if not self._parallel_for:
+        parallel_for = self._pools[lane] if self._pools else self._parallel_for
+        if parallel_for is None:
             return plan
-        return _ChannelledPlan(plan, self._config.num_channels, self._parallel_for[lane], self._module.STATUS_FAULTED)
+        return ChannelledPlan(plan, self._config.num_channels, parallel_for, self._module.STATUS_FAULTED)
 
     def _buffer_offset(self, lane: int, index: int) -> int:
         return self._layout.parts["a2a_lse_reduce.partial_out"].offset + (2 * lane + index) * self._layout.buffer_bytes
@@ -151,8 +176,9 @@ class DirectBackend:
 
     def hand_out_partial_out(self, lane: int, num_tokens: int) -> tuple[int, torch.Tensor | None]:
         """(status, the buffer): waits until all peers have read what was in it."""
+        buffers = self._buffers  # `close` in another thread may replace them
         status, index = self._endpoint.hand_out_buffer(self._layout.stream_idx("a2a_lse_reduce", lane))
-        return status, self._buffers[lane][index][:num_tokens] if status == 0 else None
+        return status, buffers[lane][index][:num_tokens] if status == 0 else None
 
     # -- health
 
@@ -176,62 +202,14 @@ class DirectBackend:
     def warmup(self) -> None:
         """Regions are mapped with their pages; what is left is to have the threads of the pool started."""
         for pool in self._pools:
-            pool(self._config.num_channels, lambda first, end: None)
+            pool.start()
 
     def close(self, *, wait: bool) -> None:
         fault = self._endpoint.fault() if self._endpoint.is_poisoned() else None
         if not self._endpoint.close():
             raise DcpError("close: no call may be in flight (another thread is inside an op of this workspace)")
-        self._fault = fault  # for a thread that comes out of a faulted call only now
+        self._fault, self.closed = fault, True  # the fault: for a thread that comes out of a faulted call only now
         self._buffers = []
         for pool in self._pools:
             pool.close()
         self._heap.close(timeout_s=self._timeout_s if wait and fault is None else 0)
-
-
-class _ChannelledPlan:
-    """A plan whose channels run in several threads."""
-
-    def __init__(self, plan: Any, num_channels: int, parallel_for: ParallelFor, faulted: int) -> None:
-        self._plan, self._num_channels, self._parallel_for, self._faulted = plan, num_channels, parallel_for, faulted
-
-    def __call__(self, *addresses: int) -> int:
-        plan, statuses, ran = self._plan, [], []
-        code = plan.begin(*addresses)
-        if code != 0:
-            return code
-
-        def body(first: int, end: int) -> None:
-            ran.extend(range(first, end))
-            statuses.append(plan.run(first, end))
-
-        # However it ends, `end` gives the lane back; and where channels are missing, it tells the peers not to wait.
-        try:
-            self._parallel_for(self._num_channels, body)
-        except BaseException:
-            plan.end(self._faulted)
-            raise
-        if sorted(ran) != list(range(self._num_channels)):
-            plan.end(self._faulted)
-            rule = f"parallel_for must run every channel of 0 .. {self._num_channels - 1} once"
-            raise DcpError(f"a2a_lse_reduce: {rule} (it ran {sorted(ran)})")
-        return plan.end(max(statuses))
-
-
-class ThreadPool:
-    """The default `parallel_for`: a thread for each channel but the first, which the caller runs."""
-
-    def __init__(self, num_channels: int) -> None:
-        self._pool = ThreadPoolExecutor(num_channels - 1, thread_name_prefix="dcpkernels-channel")
-
-    def __call__(self, num_channels: int, body: Callable[[int, int], None]) -> None:
-        others = [self._pool.submit(body, channel, channel + 1) for channel in range(1, num_channels)]
-        try:
-            body(0, 1)
-        finally:
-            wait(others)
-        for other in others:
-            other.result()
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True)

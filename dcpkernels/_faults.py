@@ -37,7 +37,8 @@ def fault_error(op: str, fault: dict[str, Any]) -> DcpError:
         if fault["waited_ns"]:
             where += f", after {fault['waited_ns'] / 1e9:.1f} s"
     if kind == TIMEOUT:
-        return DcpTimeout(f"{op}: all ranks must call in time ({rank_list(ranks)} did not; {where})", ranks=ranks)
+        late = rank_list(ranks) if ranks else "not known which"
+        return DcpTimeout(f"{op}: all ranks must call in time ({late} did not; {where})", ranks=ranks)
     if kind == MISMATCH:
         calls = f"rank {reporter}: {describe_call(fault['my_call'])}; {rank_list(ranks)}: {describe_call(fault['peer_call'])}"
         if not fault["has_record"]:
@@ -56,5 +57,5 @@ def fault_error(op: str, fault: dict[str, Any]) -> DcpError:
 def lost_error(op: str, ranks: Iterable[int], where: str = "") -> DcpPeerLost:
     ranks = tuple(ranks)
     detail = f"; {where}" if where else ""
-    verb = "is" if len(ranks) == 1 else "are"
-    return DcpPeerLost(f"{op}: all ranks must be alive ({rank_list(ranks)} {verb} gone or closed{detail})", ranks=ranks)
+    lost = f"{rank_list(ranks)} {'is' if len(ranks) == 1 else 'are'}" if ranks else "one, not known which, is"
+    return DcpPeerLost(f"{op}: all ranks must be alive ({lost} gone or closed{detail})", ranks=ranks)

@@ -15,15 +15,13 @@ _NUM_TOKENS = 3  # one of them empty everywhere, one on some ranks
 
 def check_ops(workspace: Any) -> None:
     """Collective. Raises DcpError where this rank got a wrong result, and what an op raises."""
-    # All lanes first: the other ranks make these calls too.
-    wrong = [_wrong_a2a_lse_reduce(workspace, lane) for lane in range(workspace.config.num_lanes)]
-    found = "; ".join(filter(None, wrong))
-    if found:
-        raise DcpError(f"a2a_lse_reduce: the result must be the merge of all ranks ({found})", ranks=(workspace.rank,))
+    # A rank with a wrong result goes on: the others wait for it in the next lane.
+    wrong = [error for lane in range(workspace.config.num_lanes) if (error := _check_a2a_lse_reduce(workspace, lane))]
+    if wrong:
+        raise wrong[0]
 
 
-def _wrong_a2a_lse_reduce(workspace: Any, lane: int) -> str:
-    """What is wrong with this rank's result on the lane; empty: nothing."""
+def _check_a2a_lse_reduce(workspace: Any, lane: int) -> DcpError | None:
     config, num_ranks, rank = workspace.config, workspace.num_ranks, workspace.rank
     num_tokens = min(_NUM_TOKENS, config.max_num_tokens)
     generator = torch.Generator().manual_seed(lane)
@@ -39,5 +37,15 @@ def _wrong_a2a_lse_reduce(workspace: Any, lane: int) -> str:
     # Coarse: it is the way of the rows that is checked here, and not the last bit of the sum.
     close = torch.allclose(got.double(), exact, rtol=torch.finfo(config.dtype).eps, atol=1e-4)
     if close and torch.allclose(got_lse.double(), exact_lse, rtol=1e-5, atol=1e-4):
-        return ""
-    return f"rank {rank}, lane {lane}: largest error {(got.double() - exact).abs().max().item():.3g}"
+        return None
+    errors = [_largest(got, exact), _largest(got_lse, exact_lse)]
+    return DcpError(
+        "a2a_lse_reduce: the result must be the merge of all ranks "
+        f"(rank {rank}, lane {lane}: largest error {errors[0]:.3g}, of the LSE {errors[1]:.3g})",
+        ranks=(rank,),
+    )
+
+
+def _largest(got: torch.Tensor, exact: torch.Tensor) -> float:
+    got = got.double()
+    return torch.where(got == exact, 0.0, (got - exact).abs()).max().item()  # -inf == -inf

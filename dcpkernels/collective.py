@@ -5,7 +5,7 @@ rank is about to do (so that ranks which make different calls find out), then th
 that publishes them in symmetric memory, and merged by the same `reduce`. So results are equal to those of the direct
 backend in every bit, and either is the other's oracle.
 
-Every lane has a process group of its own: what the caller sends over his group, in whatever thread, does not mix with it.
+Every lane has a group of its own: what the caller sends over his group, in whatever thread, does not mix with it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from dcpkernels import _check
 from dcpkernels._faults import MISMATCH, PEER_LOST, TIMEOUT, fault_error
 from dcpkernels.config import WorkspaceConfig
 from dcpkernels.errors import DcpError, DcpPeerLost, DcpTimeout
-from dcpkernels.heap.group import Deadline, Group
+from dcpkernels.heap.group import Deadline, Exchange, Group
 from dcpkernels.region_layout import RegionLayout
 
 _OP_CODE = 1  # csrc/core/types.h: Op::kA2aLseReduce
+# Between two looks at whether a late rank waits in another lane: lanes in several threads do so for moments all the time.
+_SECOND_LOOK_S = 0.15
 
 
 class CollectiveBackend:
@@ -57,8 +59,14 @@ class CollectiveBackend:
         self._config, self._layout, self._module = config, layout, module
         self._timeout_s, self._first_call_timeout_s = timeout_s, first_call_timeout_s
         self._fault: dict[str, Any] | None = None
-        self._closed = False
-        self._lanes = [_Lane(group.duplicate(timeout_s=deadline.for_call()), lane) for lane in range(config.num_lanes)]
+        self.closed = False
+        self._lanes: list[_Lane] = []
+        try:
+            for lane in range(config.num_lanes):
+                self._lanes.append(_Lane(group.duplicate(timeout_s=deadline.for_call()), lane))
+        except BaseException:
+            self.close(wait=False)
+            raise
         staging = module.StagingLayout(offset=0, row_bytes=layout.plain_row_bytes, num_rows=layout.max_num_tokens)
         self._geometry = module.A2aLseReduceGeometry(
             wire=0,
@@ -104,10 +112,8 @@ class CollectiveBackend:
         self, lane: _Lane, exchange: Any, descriptor: int, num_tokens: int, has_lengths: bool, addresses: tuple[int, ...]
     ) -> int:
         module = self._module
-        if self._closed:
-            return module.STATUS_CLOSED
         if not lane.busy.acquire(blocking=False):
-            return module.STATUS_BUSY
+            return module.STATUS_CLOSED if self.closed else module.STATUS_BUSY
         try:
             code = exchange.begin(*addresses)
             if code != 0:
@@ -117,7 +123,7 @@ class CollectiveBackend:
                     self._exchange_calls(lane, descriptor)
                     self._exchange_rows(lane, exchange, num_tokens)
             except (DcpTimeout, _Mismatch) as error:
-                self._note(error, lane, descriptor)
+                self._note(self._call_elsewhere(lane, error) or error, lane, descriptor)
             except BaseException:  # an interrupt: what the peers get is not known any more
                 self._note(DcpError("interrupted"), lane, descriptor)
                 exchange.discard()
@@ -142,11 +148,36 @@ class CollectiveBackend:
         receive = torch.empty_like(send)
         lane.started_s = time.monotonic()
         size = [send.element_size()] * num_ranks
-        lane.group.all_to_all(receive.view(torch.uint8), send.view(torch.uint8), size, size, timeout_s=self._deadline_s(lane))
+        lane.group.all_to_all(
+            receive.view(torch.uint8),
+            send.view(torch.uint8),
+            size,
+            size,
+            timeout_s=self._deadline_s(lane),
+            note=descriptor,
+        )
         theirs = receive.tolist()
         for rank, call in enumerate(theirs):
             if call != descriptor:
                 raise _Mismatch(rank, call)
+
+    def _call_elsewhere(self, lane: _Lane, error: Exception) -> _Mismatch | None:
+        """Why a rank did not come, if it waits in another lane for this one: the two made different calls."""
+        if not isinstance(error, DcpTimeout) or isinstance(error, DcpPeerLost):
+            return None
+        others = [other for other in self._lanes if other is not lane]
+        waits = [
+            (other, rank, waited)
+            for other in others
+            for rank in error.ranks
+            if rank != lane.group.rank and (waited := other.group.awaited_by(rank)) is not None
+        ]
+        if waits:
+            time.sleep(_SECOND_LOOK_S)
+        for other, rank, waited in waits:
+            if other.group.awaited_by(rank) == waited:
+                return _Mismatch(rank, waited[1])
+        return None
 
     def _exchange_rows(self, lane: _Lane, exchange: Any, num_tokens: int) -> None:
         group, row_bytes = lane.group, self._layout.plain_row_bytes
@@ -205,11 +236,15 @@ class CollectiveBackend:
         """Nothing to load: torch.distributed connects when the groups are made."""
 
     def close(self, *, wait: bool) -> None:
+        """Local: a peer that makes another call finds this rank gone."""
+        claimed = []
         for lane in self._lanes:
             if not lane.busy.acquire(blocking=False):
+                for other in claimed:
+                    other.busy.release()
                 raise DcpError("close: no call may be in flight (another thread is inside an op of this workspace)")
-            lane.busy.release()
-        self._closed = True
+            claimed.append(lane)
+        self.closed = True  # and the lanes stay claimed: no call starts any more
         for lane in self._lanes:
             lane.group.close()
 
@@ -220,7 +255,7 @@ class _Mismatch(Exception):
 
 
 class _Lane:
-    def __init__(self, group: Group, index: int) -> None:
+    def __init__(self, group: Exchange, index: int) -> None:
         self.group, self.index = group, index
         self.busy = threading.Lock()
         self.num_calls = self.nonfinite_lse = 0

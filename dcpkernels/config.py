@@ -91,9 +91,9 @@ class WorkspaceConfig:
                 )
         if self.wire not in WIRES:
             raise DcpInvalidArgument(f"workspace: wire must be one of {WIRES} (got {self.wire!r})")
-        if self.packet_bytes not in PACKET_BYTES:
+        if not isinstance(self.packet_bytes, int) or self.packet_bytes not in PACKET_BYTES:
             raise DcpInvalidArgument(f"workspace: packet_bytes must be one of {PACKET_BYTES} (got {self.packet_bytes!r})")
-        if self.zero_copy not in (True, False):
+        if not isinstance(self.zero_copy, bool):
             raise DcpInvalidArgument(f"workspace: zero_copy must be True or False (got {self.zero_copy!r})")
         if self.zero_copy and self.wire == "packet":
             raise DcpInvalidArgument('workspace: zero_copy must not come with wire="packet" (nothing would be sent)')

@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 import torch
 
 from dcpkernels import _backend, _check, env
-from dcpkernels._direct import DirectBackend, ParallelFor
+from dcpkernels._channels import ParallelFor
+from dcpkernels._direct import DirectBackend
 from dcpkernels.collective import CollectiveBackend
 from dcpkernels.config import WorkspaceConfig, WorkspaceSize
-from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpTimeout, DcpUnsupported
+from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpMismatch, DcpTimeout, DcpUnsupported
 from dcpkernels.heap.group import Deadline, as_group
 from dcpkernels.heap.verdict import agree, require_same
 from dcpkernels.region_layout import RegionLayout
@@ -42,10 +43,10 @@ class Workspace:
             over several hosts; "auto" is direct where all ranks can, else collective on all of them. The log says which
             and why. The same on all ranks.
         parallel_for: with config.num_channels > 1, what runs the channels of a call: `parallel_for(n, body)` calls
-            `body(first, end)` for ranges that cover 0 .. n - 1, each once: at the same time in threads that nothing
-            else occupies, or in increasing order. It returns when all have returned, and lets an exception of `body`
-            through. None: a thread for each channel but the first, made with the workspace, the same for all lanes
-            (which then must not run calls at the same time). May differ between ranks.
+            `body(first, end)` for ranges that cover 0 .. n - 1, each once, at the same time or in increasing order, and
+            returns when all have returned; an exception of `body` goes through. None: a thread for each channel but the
+            first and each lane, made with the workspace. May differ between ranks. Lanes that are used at the same time
+            call it at the same time, and must not wait for each other there.
 
     Attributes: rank, num_ranks, num_local_heads, device, config, backend ("direct" or "collective"), isa, num_bytes.
 
@@ -125,7 +126,12 @@ class Workspace:
             collective = CollectiveBackend(*common, isa=prepared.isa, deadline=deadline, **timeouts)
         except Exception as failure:
             error = failure
-        agree(self._group, "workspace: connect by torch.distributed", error=error, timeout_s=deadline.for_call())
+        try:
+            agree(self._group, "workspace: connect by torch.distributed", error=error, timeout_s=deadline.for_call())
+        except BaseException:
+            if collective is not None:
+                collective.close(wait=False)
+            raise
         return collective, reason
 
     # -- size
@@ -163,9 +169,12 @@ class Workspace:
     def _close(self, *, wait: bool) -> None:
         if self._impl is None:
             return
-        self._impl.close(wait=wait)
-        self._impl = None
-        self._plans = {}
+        try:
+            self._impl.close(wait=wait)
+        finally:
+            if self._impl.closed:  # else a call is in flight; but Ctrl-C may have ended the wait for the peers
+                self._impl = None
+                self._plans = {}
 
     def __enter__(self) -> Workspace:
         return self
@@ -249,6 +258,8 @@ class Workspace:
         error = None
         try:
             check_ops(self)
+        except (DcpTimeout, DcpMismatch):
+            raise  # every rank raises it, or will; some may not come to a vote
         except Exception as failure:
             error = failure
         agree(self._group, "self_check", error=error, timeout_s=self._timeout_s)

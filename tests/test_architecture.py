@@ -36,11 +36,12 @@ PACKAGE_LAYERS = {
     "heap": LEAVES | {"heap"},
     "_faults": LEAVES | {"heap.verdict"},
     "config": LEAVES | {"env", "_check", "region_layout"},
-    "_direct": LEAVES | {"config", "heap", "_check", "_backend", "_faults", "region_layout"},
+    "_channels": LEAVES,
+    "_direct": LEAVES | {"config", "heap", "_check", "_backend", "_channels", "_faults", "region_layout"},
     "collective": LEAVES | {"config", "heap.group", "_check", "_faults", "region_layout"},
     # _self_check uses ops on a workspace; only its method imports it, when it is called.
     "workspace": LEAVES
-    | {"env", "config", "heap", "_check", "_backend", "_direct", "collective", "region_layout", "_self_check"},
+    | {"env", "config", "heap", "_check", "_backend", "_channels", "_direct", "collective", "region_layout", "_self_check"},
     "_self_check": LEAVES | {"ops", "reference"},
     "ops": LEAVES | {"_check"},
     "testing": LEAVES | {"", "heap", "layout", "reference", "testing"},

@@ -7,13 +7,14 @@ group (`dcpkernels.testing`) has all ranks in one process. The heap asks `exchan
 from __future__ import annotations
 
 import pickle
+import secrets
 import time
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
-from dcpkernels.errors import DcpInvalidArgument, DcpPeerLost, DcpTimeout
+from dcpkernels.errors import DcpInvalidArgument, DcpTimeout
 
-_SLICE_S = 0.05
+SLICE_S = 0.05
 
 
 class Deadline:
@@ -65,20 +66,41 @@ class Group(Protocol):
         """
         ...
 
-
-    def duplicate(self, *, timeout_s: float = 0.0) -> Group:
-        """Collective. A group of the same ranks in the same order, whose messages mix with nobody else's."""
+    def duplicate(self, *, timeout_s: float = 0.0) -> Exchange:
+        """Collective. The same ranks in the same order, for exchanges that mix with nobody else's messages."""
         ...
 
+
+class Exchange(Protocol):
+    """What `Group.duplicate` makes. One thread of a rank uses it at a time."""
+
+    rank: int
+    num_ranks: int
+
     def all_to_all(
-        self, receive: Any, send: Any, receive_sizes: list[int], send_sizes: list[int], *, timeout_s: float = 0.0
+        self,
+        receive: Any,
+        send: Any,
+        receive_sizes: list[int],
+        send_sizes: list[int],
+        *,
+        timeout_s: float = 0.0,
+        note: int = 0,
     ) -> None:
-        """Collective. Moves bytes between uint8 tensors: `send` holds a chunk for each rank, one after the other, of
-        `send_sizes` bytes; `receive` gets one from each. Raises as `all_gather_object` does."""
+        """Collective. Moves bytes between tensors: `send` holds a chunk for each rank, one after the other, of
+        `send_sizes` bytes; `receive` gets one from each. `note` says what it is for, to those who ask `awaited_by`.
+
+        `timeout_s` bounds the wait (0 = for ever). Raises DcpTimeout or DcpPeerLost, with the missing ranks in
+        `.ranks` where they are known. After that no exchange succeeds any more, on any rank.
+        """
+        ...
+
+    def awaited_by(self, rank: int) -> tuple[int, int] | None:
+        """(number, note) of the exchange in which `rank` waits for this one, which has not come to it; or None."""
         ...
 
     def close(self) -> None:
-        """Local. Of a group made by `duplicate`; it is of no more use."""
+        """Local, does not wait."""
         ...
 
 
@@ -138,7 +160,7 @@ class TorchGroup:
         while True:
             try:
                 # Never 0, which is the group's default to torch.
-                work.wait(timedelta(seconds=max(min(deadline.remaining_s(), _SLICE_S), 1e-3)))
+                work.wait(timedelta(seconds=max(min(deadline.remaining_s(), SLICE_S), 1e-3)))
                 return
             except RuntimeError as error:
                 if work.is_completed():  # it has failed; or it has ended just after the slice
@@ -148,39 +170,17 @@ class TorchGroup:
                     text = f"not all ranks answered within {deadline.timeout_s:.3g} s"
                     raise DcpTimeout(text) from error
 
-    def duplicate(self, *, timeout_s: float = 0.0) -> TorchGroup:
-        import inspect
-
+    def duplicate(self, *, timeout_s: float = 0.0) -> Exchange:
         import torch.distributed as dist
 
-        # Older versions sort the ranks of every group, the caller's as this one.
-        keep_order = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
-        ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
-        most = timedelta(seconds=timeout_s) if timeout_s > 0 else None
-        made = dist.new_group(ranks, timeout=most, backend="gloo", use_local_synchronization=True, **keep_order)
-        return TorchGroup(made)
-
-    def all_to_all(
-        self, receive: Any, send: Any, receive_sizes: list[int], send_sizes: list[int], *, timeout_s: float = 0.0
-    ) -> None:
-        import torch.distributed as dist
+        from dcpkernels.heap.gloo import GlooGroup  # it needs what is in this file
 
         deadline = Deadline(timeout_s)
-        try:
-            work = dist.all_to_all_single(
-                receive, send, receive_sizes, send_sizes, group=self.process_group, async_op=True
-            )
-            self._finish(work, deadline)
-        except DcpTimeout:
-            raise
-        except RuntimeError as error:  # gloo: "Connection closed by peer"; it does not say by which rank
-            raise DcpPeerLost(f"a rank is gone or the group is broken ({error})") from error
-
-    def close(self) -> None:
-        import torch.distributed as dist
-
-        if dist.is_initialized():  # else it went with the default group
-            dist.destroy_process_group(self.process_group)
+        name = self.all_gather_object(secrets.token_hex(16), timeout_s=deadline.for_call())[0]
+        # torch has no public name for it.
+        store = dist.PrefixStore(f"dcpkernels/{name}", dist.distributed_c10d._get_default_store())
+        # Half of the time is kept for the verdict on this step; a store may take a second longer than it was told.
+        return GlooGroup(store, self.rank, self.num_ranks, timeout_s=deadline.for_call() / 2)
 
     def exchange_regions(self, region: Any, *, timeout_s: float = 0.0) -> None:
         return None

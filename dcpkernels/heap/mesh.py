@@ -128,7 +128,8 @@ class Mesh:
         def keep(peer: int, answer: bytes) -> None:
             gathered[peer] = pickle.loads(_body(answer, _GATHER, peer))
 
-        self._exchange(message, None, keep, Deadline(timeout_s))
+        deadline = Deadline(timeout_s)
+        self._exchange(lambda sock, peer: sockets.send(sock, peer, message, deadline), keep, deadline)
         return gathered
 
     def exchange_regions(self, region: Any, *, timeout_s: float = 0.0) -> None:
@@ -143,6 +144,15 @@ class Mesh:
         """
         first: list[Exception] = []
 
+        def send_one(sock: socket.socket, peer: int) -> None:
+            try:
+                sockets.send(sock, peer, _FD, deadline, fd)
+            except DcpError:
+                raise
+            except OSError as error:  # for example too many descriptors in flight; the peer waits for the message
+                first.append(error)
+                sockets.send(sock, peer, _FD, deadline)
+
         def open_one(peer: int, message: bytes, fds: list[int]) -> None:
             try:
                 _body(message, _FD, peer)
@@ -152,25 +162,32 @@ class Mesh:
             except Exception as error:
                 first.append(error)
 
-        self._exchange(_FD, fd, open_one, deadline)
+        self._exchange(send_one, open_one, deadline, with_fds=True)
         if first:
             raise first[0]
 
-    def _exchange(self, message: bytes, fd: int | None, take: Callable[..., None], deadline: Deadline) -> None:
-        """Sends one message to every peer and hands one from each to `take`, as they come."""
+    def _exchange(
+        self,
+        send: Callable[[socket.socket, int], None],
+        take: Callable[..., None],
+        deadline: Deadline,
+        *,
+        with_fds: bool = False,
+    ) -> None:
+        """Has one message sent to every peer, and hands one from each to `take`, as they come."""
         if self._failure is not None:
             raise self._failure
         try:
             for peer, sock in self._peers.items():
                 with suppress(DcpPeerLost):  # what it said last is read below, and is the better error
-                    sockets.send(sock, peer, message, deadline, fd)
+                    send(sock, peer)
             missing = set(self._peers)
             while missing:
                 fds: list[int] = []
                 try:
                     peer, answer = self._receive(missing, deadline, fds)
                     missing.discard(peer)
-                    take(peer, answer) if fd is None else take(peer, answer, fds)
+                    take(peer, answer, fds) if with_fds else take(peer, answer)
                 finally:
                     for received in fds:
                         os.close(received)

@@ -41,15 +41,30 @@ class ThreadGroup:
         return self._meet("exchange_regions", region, timeout_s)
 
     def all_to_all(
-        self, receive: Any, send: Any, receive_sizes: list[int], send_sizes: list[int], *, timeout_s: float = 0.0
+        self,
+        receive: Any,
+        send: Any,
+        receive_sizes: list[int],
+        send_sizes: list[int],
+        *,
+        timeout_s: float = 0.0,
+        note: int = 0,
     ) -> None:
-        """Moves chunks of bytes between uint8 tensors. Raises as `all_gather_object`."""
+        """Moves chunks between tensors. Raises as `all_gather_object`."""
         start = 0
-        for rank, (theirs, sizes) in enumerate(self._meet("all_to_all", (send, send_sizes), timeout_s)):
+        for rank, (theirs, sizes, _) in enumerate(self._meet("all_to_all", (send, send_sizes, note), timeout_s)):
             first = sum(sizes[: self.rank])
             receive[start : start + receive_sizes[rank]] = theirs[first : first + sizes[self.rank]]
             start += receive_sizes[rank]
         self._meet("all_to_all, end", None, timeout_s)  # only now may anybody write into its `send` again
+
+    def awaited_by(self, rank: int) -> tuple[int, int] | None:
+        """(number of the meeting, note) of the all_to_all in which `rank` waits for this one, which has not come."""
+        with self._world.changed:
+            came, number = self._room.came, self._room.num_met
+            if rank not in came or self.rank in came or came[rank][0] != "all_to_all":
+                return None
+            return number, came[rank][1][2]
 
     def duplicate(self, *, timeout_s: float = 0.0) -> ThreadGroup:
         """A group of the same ranks with meetings of its own."""

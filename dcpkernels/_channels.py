@@ -1,0 +1,113 @@
+"""Calls whose channels run in several threads, which Python owns: csrc starts none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+from dcpkernels.errors import DcpError
+
+ParallelFor = Callable[[int, Callable[[int, int], None]], None]
+
+
+class ChannelledPlan:
+    """A plan whose channels run in several threads."""
+
+    def __init__(self, plan: Any, num_channels: int, parallel_for: ParallelFor, faulted: int) -> None:
+        self._plan, self._num_channels, self._parallel_for, self._faulted = plan, num_channels, parallel_for, faulted
+
+    def __call__(self, *addresses: int) -> int:
+        code = self._plan.begin(*addresses)
+        if code != 0:
+            return code
+        run = _Run(self._plan.run, self._num_channels, self._faulted)
+        try:
+            self._parallel_for(self._num_channels, run.body)
+        except BaseException as error:  # noqa: BLE001  raised below, when no channel runs any more
+            run.errors.append(error)
+        run.finish()
+        code = self._plan.end(run.status)
+        if run.errors:
+            raise run.errors[0]
+        return code
+
+
+class _Run:
+    """The channels of one call. Whatever `parallel_for` does, each runs once, and none after the end of the call: a
+    channel that is left out would be waited for, and found by the next call in the epoch of this one."""
+
+    def __init__(self, run: Callable[[int, int], int], num_channels: int, faulted: int) -> None:
+        self._run, self._faulted = run, faulted
+        self._left = set(range(num_channels))
+        self._num_running = 0
+        self._changed = threading.Condition()
+        self.status = 0
+        self.errors: list[BaseException] = []
+
+    def body(self, first: int, end: int) -> None:
+        """For `parallel_for`."""
+        channels = range(first, end)
+        with self._changed:
+            if not self._left.issuperset(channels):
+                error = DcpError(
+                    f"parallel_for: body must be called once for each channel (again for {first} .. {end})"
+                )
+                self.errors.append(error)
+                raise error
+            self._left.difference_update(channels)
+            self._num_running += 1
+        status = self._faulted
+        try:
+            status = self._run(first, end)
+        except BaseException as error:  # Ctrl-C: the kernel has told the peers
+            self.errors.append(error)
+            raise
+        finally:
+            with self._changed:
+                self.status = max(self.status, status)
+                self._num_running -= 1
+                self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Runs what was left out, in this thread, and waits for what still runs. Ctrl-C has to wait for that too."""
+        if self._left and not self.errors:
+            left = sorted(self._left)
+            self.errors.append(DcpError(f"parallel_for: body must be called for all channels (was not for {left})"))
+        while True:
+            try:
+                with self._changed:
+                    if not self._left:
+                        self._changed.wait_for(lambda: self._num_running == 0)
+                        return
+                    channel = min(self._left)
+                self.body(channel, channel + 1)
+            except BaseException as error:  # noqa: BLE001
+                if error not in self.errors:
+                    self.errors.append(error)
+
+
+class ThreadPool:
+    """The default `parallel_for`: a thread for each channel but the first, which the caller runs."""
+
+    def __init__(self, num_channels: int) -> None:
+        self._num_threads = num_channels - 1
+        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="dcpkernels-channel")
+
+    def __call__(self, num_channels: int, body: Callable[[int, int], None]) -> None:
+        others = [self._pool.submit(body, channel, channel + 1) for channel in range(1, num_channels)]
+        body(0, 1)
+        wait(others)
+        for other in others:
+            other.result()
+
+    def start(self) -> None:
+        """Has all threads started: as long as none is free, the pool makes another one."""
+        everybody = threading.Barrier(self._num_threads + 1)
+        others = [self._pool.submit(everybody.wait) for _ in range(self._num_threads)]
+        everybody.wait()
+        wait(others)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)

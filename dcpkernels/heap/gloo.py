@@ -1,0 +1,216 @@
+"""Exchanges of bytes between processes that share no memory: a gloo group of our own, and a board with notes.
+
+Not one of `torch.distributed.new_group`: its name comes from the number of groups that this very process is in. Ranks
+that are in different groups besides would wait for each other under different names, and after a group has been
+destroyed the next one finds the addresses of the old one under its name. Here the ranks agree on a name nobody had.
+
+Gloo says that a rank did not come, or that some connection broke, and not which. So ranks that wait leave notes on a
+board, which a rank can read that nobody answers; and the first of them to find a cause writes it down for all.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from dcpkernels.errors import DcpPeerLost, DcpTimeout, DcpUnsupported
+from dcpkernels.heap.group import SLICE_S, Deadline
+from dcpkernels.heap.verdict import describe, rank_list, restore
+
+_PATIENCE_S = 0.5  # for an answer of the board
+_LOOK_EVERY = 4  # slices between two looks at the board
+_GRACE_S = 3 * SLICE_S  # until the note of a rank that came just now is there
+_NO_TIMEOUT = timedelta(days=3650)
+_LOST_S = 30.0  # how long to find out who is lost, where nothing else bounds it
+_UNUSED_TAG = 1 << 20
+
+
+class GlooGroup:
+    """One rank's end. All ranks make the same exchanges in the same order."""
+
+    def __init__(self, store: Any, rank: int, num_ranks: int, *, timeout_s: float) -> None:
+        """Collective. `store`: one that nobody else writes to. Raises DcpTimeout."""
+        import torch.distributed as dist
+
+        if not dist.is_gloo_available():
+            raise DcpUnsupported("torch must have been built with gloo (it was not)")
+        self.rank, self.num_ranks = rank, num_ranks
+        self._board = _Board(store)
+        self._num_exchanges = 0
+        self._cause: tuple[str, str, tuple[int, ...]] | None = None
+        deadline = Deadline(timeout_s)
+        try:
+            most = timedelta(seconds=timeout_s) if timeout_s > 0 else _NO_TIMEOUT
+            self._gloo: Any = dist.ProcessGroupGloo(store, rank, num_ranks, most)
+        except RuntimeError as error:
+            if not deadline.expired:
+                raise
+            raise DcpTimeout(f"not all ranks connected within {timeout_s:.3g} s ({error})") from error
+
+    def all_to_all(
+        self,
+        receive: Any,
+        send: Any,
+        receive_sizes: list[int],
+        send_sizes: list[int],
+        *,
+        timeout_s: float = 0.0,
+        note: int = 0,
+    ) -> None:
+        """As in heap/group.py. The first failure is for good, and all ranks raise it that can read the board."""
+        import torch.distributed as dist
+
+        self._num_exchanges += 1
+        if self._cause is None:
+            options, deadline = dist.AllToAllOptions(), Deadline(timeout_s)
+            options.timeout = _NO_TIMEOUT  # an expiry inside gloo would break the connections of ranks with time left
+            try:
+                try:
+                    work = self._gloo.alltoall_base(receive, send, receive_sizes, send_sizes, options)
+                except RuntimeError as error:
+                    raise self._first_cause(self._lost(error, deadline)) from error
+                return self._finish(work, deadline, note)
+            except DcpTimeout:
+                pass
+            except BaseException as error:  # Ctrl-C: what this rank owes the others will not come any more
+                self._first_cause(DcpPeerLost(f"rank {self.rank} gave up: {describe(error)[1]}", ranks=(self.rank,)))
+                raise
+        assert self._cause is not None
+        raise restore(self._cause)
+
+    def _finish(self, work: Any, deadline: Deadline, note: int) -> None:
+        """Waits in slices, because Ctrl-C is not seen inside a wait."""
+        num_slices = 0
+        while True:
+            try:
+                # Never 0, which is the group's default to torch.
+                work.wait(timedelta(seconds=max(min(deadline.remaining_s(), SLICE_S), 1e-3)))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    try:
+                        work.wait()  # it may have ended well just after the slice
+                        return
+                    except RuntimeError as error:
+                        raise self._first_cause(self._lost(error, deadline)) from error
+            if num_slices == 0:
+                self._board.post(f"waits/{self.rank}", f"{self._num_exchanges} {note}")
+            num_slices += 1
+            if num_slices % _LOOK_EVERY == 0:
+                self._raise_known_cause()
+            if deadline.expired:
+                raise self._first_cause(self._late(deadline))
+
+    def awaited_by(self, rank: int) -> tuple[int, int] | None:
+        """The exchange in which `rank` waits, if it does so in one that this rank has not come to, and its note."""
+        text = self._board.read(f"waits/{rank}")
+        number, note = map(int, text.split()) if text else (0, 0)
+        return (number, note) if number > self._num_exchanges else None
+
+    def close(self) -> None:
+        """Local, does not wait."""
+        self._gloo = None
+
+    # ---- causes
+
+    def _late(self, deadline: Deadline) -> DcpTimeout:
+        grace = Deadline(_GRACE_S)
+        while True:
+            late = [peer for peer in self._peers() if not self._waits_here(peer)]
+            if not late or grace.expired:
+                break
+            time.sleep(SLICE_S)
+        late = late if self._board.answers else []
+        who = f"no answer from {rank_list(late)}" if late else "not all ranks answered"
+        return DcpTimeout(f"{who} within {deadline.timeout_s:.3g} s", ranks=late)
+
+    def _waits_here(self, peer: int) -> bool:
+        text = self._board.read(f"waits/{peer}")
+        return bool(text) and int(text.split()[0]) >= self._num_exchanges
+
+    def _lost(self, error: RuntimeError, deadline: Deadline) -> DcpTimeout:
+        """Every rank notices that a connection broke, at its next exchange at the latest, and says that it is alive.
+        One that is the only one not to say so is lost."""
+        self._board.post(f"alive/{self.rank}", "yes")
+        self._break_connections()  # who waits for another rank has not noticed
+        most = Deadline(min(deadline.for_call() or _LOST_S, _LOST_S))
+        while True:
+            self._raise_known_cause()
+            silent = [peer for peer in self._peers() if not self._board.read(f"alive/{peer}")]
+            if len(silent) <= 1 or most.expired or not self._board.answers:
+                break
+            time.sleep(SLICE_S)
+        silent = silent if self._board.answers else []
+        who = f"{rank_list(silent)} gone" if silent else "a rank is gone or the group is broken"
+        return DcpPeerLost(f"{who} ({error})", ranks=silent)
+
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self.num_ranks) if rank != self.rank]
+
+    def _raise_known_cause(self) -> None:
+        text = self._board.read("cause")
+        if text:
+            raise self._keep(text)
+
+    def _first_cause(self, error: DcpTimeout) -> DcpTimeout:
+        return self._keep(self._board.post_first("cause", json.dumps(describe(error))))
+
+    def _keep(self, text: str) -> DcpTimeout:
+        name, message, ranks = json.loads(text)
+        self._cause = (name, message, tuple(ranks))
+        self._break_connections()
+        error = restore(self._cause)
+        assert isinstance(error, DcpTimeout)
+        return error
+
+    def _break_connections(self) -> None:
+        """Ends what is in flight, here and, where ranks still wait for it, at the peers. Otherwise gloo's destructor
+        would wait for it, at the end of the process at the latest. Only an expired receive makes gloo do this."""
+        import torch
+
+        for peer in self._peers():  # a receive from one whose connection is closed already fails without this effect
+            with suppress(RuntimeError):
+                self._gloo.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+class _Board:
+    """Short notes that all ranks can read, those of a late rank too: they lie in torch's store.
+
+    The store is kept by one of the processes, perhaps the one that is stopped or dead. So a question that takes long
+    has failed, and is the last.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.answers = True
+
+    def post(self, key: str, text: str) -> None:
+        self._ask(lambda: self._store.set(key, text))
+
+    def post_first(self, key: str, text: str) -> str:
+        """The text that was posted first."""
+        return self._ask(lambda: self._store.compare_set(key, "", text).decode()) or text
+
+    def read(self, key: str) -> str:
+        """ "" when there is none."""
+        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else "") or ""
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        if not self.answers:
+            return None
+        answers: list[Any] = []
+
+        def ask() -> None:
+            with suppress(Exception):  # whatever a store that is gone raises
+                answers.append(question())
+
+        thread = threading.Thread(target=ask, name="dcpkernels-board", daemon=True)
+        thread.start()
+        thread.join(_PATIENCE_S)
+        self.answers = bool(answers)
+        return answers[0] if answers else None
