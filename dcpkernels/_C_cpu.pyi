@@ -1,5 +1,6 @@
 """What csrc/bindings offers. Addresses and sizes are plain integers; Python owns all memory."""
 
+from collections.abc import Callable
 from typing import Any
 
 BUILD_ID: str
@@ -15,6 +16,7 @@ STATUS_OVERLAP: int
 STATUS_NO_MEMORY: int
 STATUS_CLOSED: int
 STATUS_STALE_BUFFER: int
+STATUS_CHANNELS_MISSING: int
 NO_ADDRESS: int
 built_variants: list[str]
 runnable_variants: list[str]
@@ -74,6 +76,8 @@ class A2aLseReduceGeometry:
         unpacked: StagingLayout,
         buffer_offset: int,
         buffer_bytes: int,
+        all_buffers_offset: int,
+        all_buffers_bytes: int,
     ) -> None: ...
 
 class A2aLseReducePlan:
@@ -88,13 +92,18 @@ class A2aLseReducePlan:
         num_seqs: int,
         strides: tuple[int, int, int, int, int, int, int, int],
     ) -> None: ...
-    def begin(
-        self, partial_out: int, partial_lse: int, out: int, out_lse: int, seq_lens: int, query_start_loc: int
-    ) -> int: ...
-    def run(self, first_channel: int, end_channel: int) -> int: ...
-    def end(self, status: int) -> int: ...
     def __call__(
         self, partial_out: int, partial_lse: int, out: int, out_lse: int, seq_lens: int, query_start_loc: int
+    ) -> int: ...
+    def run_in_threads(
+        self,
+        parallel_for: Callable[[int, Callable[[int, int], None]], None],
+        partial_out: int,
+        partial_lse: int,
+        out: int,
+        out_lse: int,
+        seq_lens: int,
+        query_start_loc: int,
     ) -> int: ...
 
 class A2aLseReduceExchange:

@@ -12,38 +12,33 @@ from dcpkernels.errors import DcpError
 ParallelFor = Callable[[int, Callable[[int, int], None]], None]
 
 
-class ChannelledPlan:
-    """A plan whose channels run in several threads."""
+class EachOnce:
+    """A `parallel_for` that runs every channel once, whatever the given one does: a channel that is left out would be
+    waited for. What it raises is raised when no channel runs any more. Only an interrupt (Ctrl-C) goes through at once:
+    the binding then ends the call on all ranks."""
 
-    def __init__(self, plan: Any, num_channels: int, parallel_for: ParallelFor, faulted: int) -> None:
-        self._plan, self._num_channels, self._parallel_for, self._faulted = plan, num_channels, parallel_for, faulted
+    def __init__(self, parallel_for: ParallelFor) -> None:
+        self._parallel_for = parallel_for
 
-    def __call__(self, *addresses: int) -> int:
-        code = self._plan.begin(*addresses)
-        if code != 0:
-            return code
-        run = _Run(self._plan.run, self._num_channels, self._faulted)
+    def __call__(self, num_channels: int, body: Callable[[int, int], None]) -> None:
+        run = _Run(body, num_channels)
         try:
-            self._parallel_for(self._num_channels, run.body)
-        except BaseException as error:  # noqa: BLE001  raised below, when no channel runs any more
+            self._parallel_for(num_channels, run.body)
+        except Exception as error:
             run.errors.append(error)
         run.finish()
-        code = self._plan.end(run.status)
         if run.errors:
             raise run.errors[0]
-        return code
 
 
 class _Run:
-    """The channels of one call. Whatever `parallel_for` does, each runs once, and none after the end of the call: a
-    channel that is left out would be waited for, and found by the next call in the epoch of this one."""
+    """The channels of one call: each runs once, and none after the end of the call."""
 
-    def __init__(self, run: Callable[[int, int], int], num_channels: int, faulted: int) -> None:
-        self._run, self._faulted = run, faulted
+    def __init__(self, run: Callable[[int, int], None], num_channels: int) -> None:
+        self._run = run
         self._left = set(range(num_channels))
         self._num_running = 0
         self._changed = threading.Condition()
-        self.status = 0
         self.errors: list[BaseException] = []
 
     def body(self, first: int, end: int) -> None:
@@ -58,34 +53,26 @@ class _Run:
                 raise error
             self._left.difference_update(channels)
             self._num_running += 1
-        status = self._faulted
         try:
-            status = self._run(first, end)
+            self._run(first, end)
         except BaseException as error:  # Ctrl-C: the kernel has told the peers
             self.errors.append(error)
             raise
         finally:
             with self._changed:
-                self.status = max(self.status, status)
                 self._num_running -= 1
                 self._changed.notify_all()
 
     def finish(self) -> None:
-        """Runs what was left out, in this thread, and waits for what still runs. Ctrl-C has to wait for that too."""
+        """Runs what was left out, in this thread, and waits for what still runs."""
         if self._left and not self.errors:
             left = sorted(self._left)
             self.errors.append(DcpError(f"parallel_for: body must be called for all channels (was not for {left})"))
-        while True:
-            try:
-                with self._changed:
-                    if not self._left:
-                        self._changed.wait_for(lambda: self._num_running == 0)
-                        return
-                    channel = min(self._left)
-                self.body(channel, channel + 1)
-            except BaseException as error:  # noqa: BLE001
-                if error not in self.errors:
-                    self.errors.append(error)
+        while self._left:
+            channel = min(self._left)
+            self.body(channel, channel + 1)
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_running == 0)
 
 
 class ThreadPool:

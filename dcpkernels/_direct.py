@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from dcpkernels import _backend, _check
-from dcpkernels._channels import ChannelledPlan, ParallelFor, ThreadPool
+from dcpkernels._channels import EachOnce, ParallelFor, ThreadPool
 from dcpkernels._faults import fault_error, lost_error
 from dcpkernels.config import WorkspaceConfig
 from dcpkernels.errors import DcpError
@@ -152,6 +153,8 @@ class DirectBackend:
             unpacked=unpacked if layout.packet_bytes else staging,
             buffer_offset=self._buffer_offset(lane, 0),
             buffer_bytes=layout.buffer_bytes,
+            all_buffers_offset=parts["a2a_lse_reduce.partial_out"].offset,
+            all_buffers_bytes=parts["a2a_lse_reduce.partial_out"].num_bytes,
         )
 
     def a2a_lse_reduce_plan(self, lane: int, **call: Any) -> Callable[..., int]:
@@ -160,7 +163,7 @@ class DirectBackend:
         parallel_for = self._pools[lane] if self._pools else self._parallel_for
         if parallel_for is None:
             return plan
-        return ChannelledPlan(plan, self._config.num_channels, parallel_for, self._module.STATUS_FAULTED)
+        return functools.partial(plan.run_in_threads, EachOnce(parallel_for))
 
     def _buffer_offset(self, lane: int, index: int) -> int:
         return self._layout.parts["a2a_lse_reduce.partial_out"].offset + (2 * lane + index) * self._layout.buffer_bytes
@@ -172,13 +175,15 @@ class DirectBackend:
         shape = (config.max_num_tokens, config.num_heads, config.head_dim)
         num_bytes = math.prod(shape) * config.dtype.itemsize
         memory = self._heap.own_memory(self._buffer_offset(lane, index), num_bytes)
-        return torch.frombuffer(memory, dtype=config.dtype).view(shape)
+        with torch.inference_mode(False):  # else nobody could write into it outside of that mode
+            return torch.frombuffer(memory, dtype=config.dtype).view(shape)
 
     def hand_out_partial_out(self, lane: int, num_tokens: int) -> tuple[int, torch.Tensor | None]:
         """(status, the buffer): waits until all peers have read what was in it."""
         buffers = self._buffers  # `close` in another thread may replace them
         status, index = self._endpoint.hand_out_buffer(self._layout.stream_idx("a2a_lse_reduce", lane))
-        return status, buffers[lane][index][:num_tokens] if status == 0 else None
+        # Detached: what a caller writes there with gradients must not stay in the buffer's own graph for ever.
+        return status, buffers[lane][index][:num_tokens].detach() if status == 0 else None
 
     # -- health
 

@@ -82,6 +82,8 @@ class CollectiveBackend:
             unpacked=staging,
             buffer_offset=0,
             buffer_bytes=0,
+            all_buffers_offset=0,
+            all_buffers_bytes=0,
         )
 
     @property

@@ -43,10 +43,10 @@ class Workspace:
             over several hosts; "auto" is direct where all ranks can, else collective on all of them. The log says which
             and why. The same on all ranks.
         parallel_for: with config.num_channels > 1, what runs the channels of a call: `parallel_for(n, body)` calls
-            `body(first, end)` for ranges that cover 0 .. n - 1, each once, at the same time or in increasing order, and
-            returns when all have returned; an exception of `body` goes through. None: a thread for each channel but the
-            first and each lane, made with the workspace. May differ between ranks. Lanes that are used at the same time
-            call it at the same time, and must not wait for each other there.
+            `body(first, end)` for ranges that cover 0 .. n - 1, each once: at the same time in threads that nothing
+            else occupies, or in increasing order. It returns when all have returned, and lets an exception of `body`
+            through. None: a thread for each channel but the first and each lane, made with the workspace. May differ
+            between ranks. Lanes that are used at the same time call it at the same time.
 
     Attributes: rank, num_ranks, num_local_heads, device, config, backend ("direct" or "collective"), isa, num_bytes.
 
@@ -291,6 +291,8 @@ class Workspace:
                 f"{op}: partial_out must lie in the tensor that Workspace.partial_out handed out last on this lane, and "
                 "which no call has taken yet (given an older or a used one: peers may still read it)"
             )
+        if status == module.STATUS_CHANNELS_MISSING:
+            raise DcpError(f"{op}: parallel_for must have run all {self.config.num_channels} channels when it returns")
         if status == module.STATUS_CLOSED:
             self._open_impl(op)
         raise DcpError(f"{op}: status must be known (got {status})")

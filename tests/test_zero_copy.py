@@ -49,24 +49,29 @@ def check_all(calls, by_rank):
 # -- what is handed out
 
 
-def test_two_buffers_in_turn():
-    """Contiguous, in the workspace's dtype, of as many rows as asked for; the lane's two buffers, one after the other."""
+def test_two_buffers_a_lane():
+    """Contiguous, in the workspace's dtype, of as many rows as asked for. Two that are asked for in a row are two; one that
+    a call has taken comes again when all have read it."""
 
     def body(group):
         config = dataclasses.replace(CONFIG, num_lanes=2)
         with Workspace(group, config=config) as workspace:
-            places = []
+            places, again = [], []
             for call in calls_of(2, [3, 8, 1, 8]):
+                unused = workspace.partial_out(8).data_ptr()
                 tensor = buffer(workspace, call)
                 assert tensor.shape == call.outs.shape[1:] and tensor.is_contiguous()
                 assert tensor.dtype == torch.float32 and not tensor.requires_grad
+                assert tensor.data_ptr() != unused
+                places += [unused, tensor.data_ptr()]
                 merge_from(workspace, call, tensor)
-                places.append(tensor.data_ptr())
+                meet(group)  # after this, all have read it
+                again.append(workspace.partial_out(1).data_ptr() == tensor.data_ptr())
             other_lane = workspace.partial_out(8, lane=1).data_ptr()
-            return places, other_lane
+            return places, again, other_lane
 
-    for places, other_lane in run_ranks(body, 2):
-        assert places[:2] == places[2:] and len({*places, other_lane}) == 3
+    for places, again, other_lane in run_ranks(body, 2):
+        assert all(again) and len(set(places)) == 2 and other_lane not in places
         assert all(place % 64 == 0 for place in places)
 
 
@@ -168,7 +173,8 @@ def test_a_tensor_serves_one_call():
             for turn in range(6):
                 tensor = buffer(workspace, call)
                 if workspace.rank == turn % 3:
-                    wrong = [used] if used is not None else []
+                    # A used one is free again only if it is the memory of the new one.
+                    wrong = [used] if used is not None and used.data_ptr() != tensor.data_ptr() else []
                     if turn >= 3:
                         wrong = [tensor]  # older, as soon as there is a newer one
                         tensor = buffer(workspace, call)
@@ -203,16 +209,16 @@ def test_an_error_leaves_the_buffer_with_its_caller():
     check_all([call], run_ranks(body, 2))
 
 
-@pytest.mark.parametrize("which", ["the same", "the other buffer"])
+@pytest.mark.parametrize("which", ["the same", "the other buffer", "another lane's"])
 def test_outputs_may_not_lie_in_a_buffer(which):
     """Peers read there. An error before anything is sent; nothing is written."""
     (call,) = calls_of(2, [4])
 
     def body(group):
-        with Workspace(group, config=CONFIG) as workspace:
-            other = workspace.partial_out(8)
+        with Workspace(group, config=dataclasses.replace(CONFIG, num_lanes=2)) as workspace:
+            other, of_another_lane = workspace.partial_out(8), workspace.partial_out(8, lane=1)
             tensor = buffer(workspace, call)
-            place = tensor if which == "the same" else other
+            place = {"the same": tensor, "another lane's": of_another_lane}.get(which, other)
             before = place.clone()
             flat = place.view(-1)
             out, lse_out = flat[: 4 * 3 * 64].view(4, 3, 64), flat[:12].view(4, 3)

@@ -33,8 +33,9 @@ bool overlap(const Bytes& a, const Bytes& b) {
 struct Geometry {
   Geometry(int wire, int dtype, int lane, int stream_idx, int num_ranks, int num_local_heads, int head_dim,
            int64_t max_round_rows, const StagingLayout& staging, uint64_t lse_in_row,
-           const StagingLayout& unpacked, uint64_t buffer_offset, uint64_t buffer_bytes)
-      : num_ranks(num_ranks) {
+           const StagingLayout& unpacked, uint64_t buffer_offset, uint64_t buffer_bytes,
+           uint64_t all_buffers_offset, uint64_t all_buffers_bytes)
+      : num_ranks(num_ranks), all_buffers_offset(all_buffers_offset), all_buffers_bytes(all_buffers_bytes) {
     DCP_CHECK(max_round_rows >= 1, max_round_rows);
     p.wire = Wire(wire);
     p.dtype = DType(dtype);
@@ -51,6 +52,7 @@ struct Geometry {
   }
   A2aLseReduceParams p = {};
   int num_ranks;
+  uint64_t all_buffers_offset, all_buffers_bytes;  // of all lanes: no output may lie there
 };
 
 // What one call's tensors look like, and where they lie.
@@ -116,8 +118,9 @@ class Call {
   int64_t partial_out_bytes_, partial_lse_bytes_, out_bytes_, out_lse_bytes_;
 };
 
-// Over the workspace's regions. `plan(...)` is begin, run of all channels, end; ranks with several threads
-// run ranges of channels in each. While a call is in flight the plan belongs to it: `begin` claims the lane.
+// Over the workspace's regions. `plan(...)` is begin, run of all channels, end; in `run_in_threads` somebody
+// else's threads run ranges of channels in between. While a call is in flight the plan belongs to it: `begin`
+// claims the lane.
 class A2aLseReducePlan : Call {
  public:
   A2aLseReducePlan(Endpoint& endpoint, const Geometry& geometry, int lse_dtype, int lse_base,
@@ -132,16 +135,58 @@ class A2aLseReducePlan : Call {
     const SymmView& symm = p_.symm;
     p_.num_nonfinite_lse = &DCP_NS::stream_state(symm, p_.control, symm.rank, p_.stream_idx)->nonfinite_lse;
     if (p_.wire == Wire::kPull) {
-      buffers_ = {symm.bases[symm.rank] + p_.buffer_offset, int64_t(2 * p_.buffer_bytes)};
+      const uint64_t base = symm.bases[symm.rank];
+      buffers_ = {base + p_.buffer_offset, int64_t(2 * p_.buffer_bytes)};
+      all_buffers_ = {base + geometry.all_buffers_offset, int64_t(geometry.all_buffers_bytes)};
     }
   }
 
+  int operator()(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse,
+                 uint64_t seq_lens, uint64_t query_start_loc) {
+    const int code = begin(partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc);
+    return code != 0 ? code : end(run(0, p_.control.num_channels));
+  }
+
+  // The same, where `parallel_for(num_channels, body)` calls body(first, end) for ranges of channels in any
+  // threads. It is Python: it may raise at any point (Ctrl-C, no more threads), with channels running or not
+  // yet begun, and they write into the caller's tensors. So this returns when none runs, and none begins
+  // later; and a call that not all channels have gone through ends on all ranks.
+  static int run_in_threads(const py::object& self, const py::function& parallel_for, uint64_t partial_out,
+                            uint64_t partial_lse, uint64_t out, uint64_t out_lse, uint64_t seq_lens,
+                            uint64_t query_start_loc) {
+    A2aLseReducePlan& plan = self.cast<A2aLseReducePlan&>();
+    const int code = plan.begin(partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc);
+    if (code != 0) return code;
+    const int num_channels = plan.p_.control.num_channels;
+    plan.threads_ = {plan.threads_.call + 1, 0, 0, 0};
+    std::exception_ptr error;
+    try {
+      const auto body = [self, &plan, call = plan.threads_.call](int first_channel, int end_channel) {
+        plan.run_range(call, first_channel, end_channel);
+      };
+      parallel_for(num_channels, py::cpp_function(body));
+    } catch (...) {
+      error = std::current_exception();
+    }
+    ++plan.threads_.call;  // what begins now belongs to no call
+    const bool is_whole = plan.threads_.num_begun == num_channels;
+    if (!is_whole || plan.threads_.num_running > 0) plan.abandon();
+    while (plan.threads_.num_running > 0) {
+      py::gil_scoped_release no_gil;
+      usleep(100);
+    }
+    const int status = plan.end(is_whole ? plan.threads_.status : int(Status::kFaulted));
+    if (error) std::rethrow_exception(error);
+    return is_whole ? status : kChannelsMissing;
+  }
+
+ private:
   int begin(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse, uint64_t seq_lens,
             uint64_t query_start_loc) {
     if (!endpoint_.begin_call()) return kClosed;
     int code = int(Status::kBusy);
     if (DCP_NS::claim_call(p_.symm, p_.control, p_.stream_idx)) {
-      code = place(p_, partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc, buffers_);
+      code = place(p_, partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc, all_buffers_);
       if (code == 0 && p_.wire == Wire::kPull) code = choose_buffer(partial_out);
       if (code != 0) DCP_NS::release_call(p_.symm, p_.control, p_.stream_idx);
     }
@@ -149,12 +194,6 @@ class A2aLseReducePlan : Call {
     return code;
   }
 
-  // `run` for Python: raises what a signal handler raised; `end` must be called all the same.
-  int run_range(int first_channel, int end_channel) {
-    const int status = run(first_channel, end_channel);
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    return status;
-  }
   // Runs channels [first_channel, end_channel) in this thread.
   int run([[maybe_unused]] int first_channel, [[maybe_unused]] int end_channel) {
     Status status = Status::kOk;
@@ -167,11 +206,7 @@ class A2aLseReducePlan : Call {
 
   // `status`: the first of all runs that is not 0. A part of a result is no result.
   int end(int status) {
-    if (status != 0 && p_.control.num_channels > 1) {
-      // A channel that was never run found no fault: then the peers must hear of it from here.
-      DCP_NS::abandon_call(p_.symm, p_.control, p_.stream_idx);
-      fns_.discard(p_, {0, p_.control.num_channels, nullptr});
-    }
+    if (status != 0 && p_.control.num_channels > 1) fns_.discard(p_, {0, p_.control.num_channels, nullptr});
     if (p_.wire == Wire::kPull) take_buffer(status);
     DCP_NS::release_call(p_.symm, p_.control, p_.stream_idx);
     endpoint_.end_call();
@@ -179,13 +214,26 @@ class A2aLseReducePlan : Call {
     return status;
   }
 
-  int operator()(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse,
-                 uint64_t seq_lens, uint64_t query_start_loc) {
-    const int code = begin(partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc);
-    return code != 0 ? code : end(run(0, p_.control.num_channels));
+  // `run` for the body of call number `call`. Raises what a signal handler raised.
+  void run_range(uint64_t call, int first_channel, int end_channel) {
+    if (call != threads_.call) return;
+    DCP_CHECK(0 <= first_channel && first_channel <= end_channel && end_channel <= p_.control.num_channels,
+              end_channel);
+    threads_.num_begun += end_channel - first_channel;
+    ++threads_.num_running;
+    const int status = run(first_channel, end_channel);
+    --threads_.num_running;
+    if (status != 0) threads_.status = status;
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   }
 
- private:
+  // Ends the call on all ranks, and soon in channels of this rank that still run.
+  void abandon() {
+    const uint64_t call =
+        DCP_NS::call_descriptor(Op::kA2aLseReduce, p_.lane, p_.dtype, p_.lse_base, p_.num_tokens);
+    DCP_NS::abandon_call(p_.symm, p_.control, p_.stream_idx, call);
+  }
+
   // Either the caller wrote into the buffer that it was handed out, or the call copies into one that it was
   // not.
   int choose_buffer(uint64_t partial_out) {
@@ -209,7 +257,12 @@ class A2aLseReducePlan : Call {
 
   Endpoint& endpoint_;
   const A2aLseReduceFns fns_;
-  Bytes buffers_ = {0, 0};
+  Bytes buffers_ = {0, 0}, all_buffers_ = {0, 0};  // of this lane, of all lanes
+  // Of `run_in_threads`; like all of a plan, guarded by the GIL.
+  struct {
+    uint64_t call;
+    int num_begun, num_running, status;  // channels; ranges; the first of all runs that is not 0
+  } threads_ = {};
 };
 
 // Over buffers that somebody else exchanges (dcpkernels/collective.py). A chunk is num_rows plain rows; the
@@ -279,11 +332,11 @@ void bind_a2a_lse_reduce(py::module_& module) {
   module.attr("NO_ADDRESS") = kNoAddress;
   py::class_<Geometry>(module, "A2aLseReduceGeometry")
       .def(py::init<int, int, int, int, int, int, int, int64_t, const StagingLayout&, uint64_t,
-                    const StagingLayout&, uint64_t, uint64_t>(),
+                    const StagingLayout&, uint64_t, uint64_t, uint64_t, uint64_t>(),
            py::kw_only(), py::arg("wire"), py::arg("dtype"), py::arg("lane"), py::arg("stream_idx"),
            py::arg("num_ranks"), py::arg("num_local_heads"), py::arg("head_dim"), py::arg("max_round_rows"),
            py::arg("staging"), py::arg("lse_in_row"), py::arg("unpacked"), py::arg("buffer_offset"),
-           py::arg("buffer_bytes"));
+           py::arg("buffer_bytes"), py::arg("all_buffers_offset"), py::arg("all_buffers_bytes"));
   const auto addresses = [](auto&& define) {
     define(py::arg("partial_out"), py::arg("partial_lse"), py::arg("out"), py::arg("out_lse"),
            py::arg("seq_lens"), py::arg("query_start_loc"));
@@ -292,12 +345,10 @@ void bind_a2a_lse_reduce(py::module_& module) {
   plan.def(py::init<Endpoint&, const Geometry&, int, int, int64_t, int, std::array<int64_t, 8>>(),
            py::keep_alive<1, 2>(), py::kw_only(), py::arg("endpoint"), py::arg("geometry"),
            py::arg("lse_dtype"), py::arg("lse_base"), py::arg("num_tokens"), py::arg("num_seqs"),
-           py::arg("strides"))
-      .def("run", &A2aLseReducePlan::run_range, py::arg("first_channel"), py::arg("end_channel"))
-      .def("end", &A2aLseReducePlan::end, py::arg("status"));
+           py::arg("strides"));
   addresses([&](auto... args) {
-    plan.def("begin", &A2aLseReducePlan::begin, args...)
-        .def("__call__", &A2aLseReducePlan::operator(), args...);
+    plan.def("__call__", &A2aLseReducePlan::operator(), args...)
+        .def("run_in_threads", &A2aLseReducePlan::run_in_threads, py::arg("parallel_for"), args...);
   });
   py::class_<A2aLseReduceExchange> exchange(module, "A2aLseReduceExchange");
   exchange

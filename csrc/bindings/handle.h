@@ -18,7 +18,8 @@ namespace dcp {
 namespace py = pybind11;
 
 // What a call of an op or of the host comes to, beside dcp::Status.
-inline constexpr int kOverlap = 100, kNoMemory = 101, kClosed = 102, kStaleBuffer = 103;
+inline constexpr int kOverlap = 100, kNoMemory = 101, kClosed = 102, kStaleBuffer = 103,
+                     kChannelsMissing = 104;
 
 // The two buffers of one lane in pull mode, as the host sees them.
 struct BufferPair {
@@ -26,7 +27,7 @@ struct BufferPair {
   int handed_out = -1;  // which one the caller may write, until the call that takes it
 };
 
-// One rank's end of a workspace. The regions stay mapped as long as it is used: dcpkernels/workspace.py sees
+// One rank's end of a workspace. The regions stay mapped as long as it is used: dcpkernels/_direct.py sees
 // to that.
 class Endpoint {
  public:

@@ -56,7 +56,7 @@ PYBIND11_MODULE(_C_cpu, module) {
   module.attr("BUILD_ID") = DCP_BUILD_ID;
   module.attr("PROTOCOL_VERSION") = kProtocolVersion;
   module.attr("MAX_RANKS") = kMaxRanks;
-  // Sizes that dcpkernels/workspace.py lays out regions with.
+  // Sizes that dcpkernels/region_layout.py lays out regions with.
   module.attr("FLAG_BYTES") = sizeof(Flag);
   module.attr("FAULT_BYTES") = sizeof(FaultRecord);
   module.attr("STREAM_BYTES") = sizeof(StreamState);
@@ -67,6 +67,7 @@ PYBIND11_MODULE(_C_cpu, module) {
   module.attr("STATUS_NO_MEMORY") = kNoMemory;
   module.attr("STATUS_CLOSED") = kClosed;
   module.attr("STATUS_STALE_BUFFER") = kStaleBuffer;
+  module.attr("STATUS_CHANNELS_MISSING") = kChannelsMissing;
   module.attr("built_variants") = variants(false);
   module.attr("runnable_variants") = variants(true);
 

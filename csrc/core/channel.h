@@ -217,9 +217,7 @@ class Channel {
     const Channel& channel;
     const Flag* flag;
     DCP_FN bool there() const { return arch::load_acquire_sys(&flag->value) == channel.expected_flag(); }
-    DCP_FN uint64_t missing() const {
-      return channel.missing_at(channel.symm_.rank, channel.stream_idx_, channel.epoch_);
-    }
+    DCP_FN uint64_t missing() const { return channel.missing_here(); }
   };
   template <class There>
   struct OfSignal {
@@ -230,7 +228,7 @@ class Channel {
     DCP_FN uint64_t missing() const {
       // Also when the flag is there: it has no order with what comes with it.
       const uint64_t late = is_there() ? 0 : rank_bit(peer);
-      return late | channel.missing_at(channel.symm_.rank, channel.stream_idx_, channel.epoch_);
+      return late | channel.missing_here();
     }
   };
   struct Released {
@@ -241,6 +239,7 @@ class Channel {
     DCP_FN uint64_t missing() const { return channel.not_released(channel.symm_.rank, epoch); }
   };
 
+  DCP_FN uint64_t missing_here() const { return missing_at(symm_.rank, stream_idx_, epoch_, cta_.index()); }
   DCP_FN uint64_t expected_flag() const { return flag_value(epoch_, digest_); }
   // The flag of this round in `owner`'s region that `source` raises.
   DCP_FN Flag* flag_at(int owner, int source) const {
@@ -268,7 +267,7 @@ class Channel {
     uint64_t ranks, peer_call;
   };
   DCP_DECL Cause expire(uint64_t missing) const;
-  DCP_DECL uint64_t missing_at(int rank, int stream_idx, uint64_t epoch) const;
+  DCP_DECL uint64_t missing_at(int rank, int stream_idx, uint64_t epoch, int channel_idx) const;
   DCP_DECL uint64_t not_released(int owner, uint64_t epoch) const;
   DCP_DECL uint64_t unmet_waits(int peer) const;
   DCP_DECL uint64_t blame(uint64_t missing) const;

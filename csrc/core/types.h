@@ -102,10 +102,9 @@ struct alignas(64) StreamState {
 struct alignas(64) ChannelState {
   uint64_t in_flight;   // 0 = idle, else the epoch of the round that this channel is in
   uint64_t num_rounds;  // completed; each brings a ring from every peer
-  uint64_t store_hint;  // arch::PeerStores: what this channel has learnt about stores to peers; read by
-                        // nobody else
-  uint64_t
-      buffer_epochs[2];  // Wire::kPull: the last epoch in which peers were to read each of the two buffers
+  uint64_t store_hint;  // arch::PeerStores: what this channel has learnt; read by nobody else
+  // Wire::kPull. The last epoch in which peers were to read each of the two buffers.
+  uint64_t buffer_epochs[2];
   uint64_t awaited_release;  // 0, or the epoch whose readers this rank waits for, in a call or before one
   uint64_t unused[2];
 };

@@ -76,13 +76,13 @@ DCP_OUTLINE Channel::Cause Channel::expire(uint64_t missing) const {
   return {FaultKind::kTimeout, blamed, 0};
 }
 
-// The peers whose flag of round `epoch` has not reached `rank`, on this channel.
-DCP_OUTLINE uint64_t Channel::missing_at(int rank, int stream_idx, uint64_t epoch) const {
+// The peers whose flag of round `epoch` has not reached `rank`, on one channel.
+DCP_OUTLINE uint64_t Channel::missing_at(int rank, int stream_idx, uint64_t epoch, int channel_idx) const {
   uint64_t missing = 0;
   DCP_NO_UNROLL
   for (int source = 0; source < symm_.num_ranks; ++source) {
     if (source == rank) continue;
-    Flag* flag = stream_flag(symm_, control_, rank, stream_idx, epoch, cta_.index(), source);
+    Flag* flag = stream_flag(symm_, control_, rank, stream_idx, epoch, channel_idx, source);
     if (uint32_t(arch::load_relaxed_sys(&flag->value)) != uint32_t(epoch)) missing |= rank_bit(source);
   }
   return missing;
@@ -101,13 +101,23 @@ DCP_OUTLINE uint64_t Channel::not_released(int owner, uint64_t epoch) const {
   return missing;
 }
 
-// The ranks that `peer` itself waits for; none: it does not wait.
+// The ranks that `peer` itself waits for, on any channel; none: it does not wait. Where its channels share a
+// thread, it waits on another one than this rank does.
 DCP_OUTLINE uint64_t Channel::unmet_waits(int peer) const {
-  const ChannelState* theirs = channel_state(symm_, control_, peer, stream_idx_, cta_.index());
-  const uint64_t lent = arch::load_relaxed_sys(&theirs->awaited_release);
-  if (lent != 0) return not_released(peer, lent);
-  const uint64_t epoch = arch::load_acquire_sys(&theirs->in_flight);
-  return epoch == 0 ? 0 : missing_at(peer, stream_idx_, epoch);
+  uint64_t unmet = 0;
+  DCP_NO_UNROLL
+  for (int channel_idx = 0; channel_idx < control_.num_channels; ++channel_idx) {
+    const ChannelState* theirs = channel_state(symm_, control_, peer, stream_idx_, channel_idx);
+    const uint64_t lent = arch::load_relaxed_sys(&theirs->awaited_release);
+    const uint64_t unread = lent == 0 ? 0 : not_released(peer, lent);
+    const uint64_t epoch = arch::load_acquire_sys(&theirs->in_flight);
+    if (unread != 0) {
+      unmet |= unread;
+    } else if (epoch != 0) {
+      unmet |= missing_at(peer, stream_idx_, epoch, channel_idx);
+    }
+  }
+  return unmet;
 }
 
 // Follows the chain of waits: a missing peer that is itself in a call and has unmet waits is a victim, not a
@@ -156,7 +166,7 @@ DCP_OUTLINE int Channel::stream_where_waiting(int peer, int first_stream) const 
     const ChannelState* mine = channel_state(symm_, control_, symm_.rank, stream_idx, cta_.index());
     const uint64_t epoch = arch::load_acquire_sys(&theirs->in_flight);
     if (epoch == 0 || epoch == arch::load_acquire_sys(&mine->in_flight)) continue;
-    if ((missing_at(peer, stream_idx, epoch) & rank_bit(symm_.rank)) != 0) return stream_idx;
+    if ((missing_at(peer, stream_idx, epoch, cta_.index()) & rank_bit(symm_.rank)) != 0) return stream_idx;
   }
   return -1;
 }

@@ -16,11 +16,12 @@ inline void release_call(const SymmView& symm, const ControlLayout& control, int
 
 // This rank breaks off the call in flight on the stream, unless a fault is known already: no peer waits for
 // it.
-inline void abandon_call(const SymmView& symm, const ControlLayout& control, int stream_idx) {
-  const StreamState* state = stream_state(symm, control, symm.rank, stream_idx);
+inline void abandon_call(const SymmView& symm, const ControlLayout& control, int stream_idx, uint64_t call) {
+  // Channels may be running: the last one stores the epoch.
+  const uint64_t epoch = arch::load_acquire_sys(&stream_state(symm, control, symm.rank, stream_idx)->epoch);
   report_fault(symm, control,
-               {FaultKind::kInterrupted, Op(state->call >> 56), int(state->call >> 48 & 0xff),
-                rank_bit(symm.rank), next_epoch(state->epoch), state->call, 0, 0});
+               {FaultKind::kInterrupted, Op(call >> 56), int(call >> 48 & 0xff), rank_bit(symm.rank),
+                next_epoch(epoch), call, 0, 0});
 }
 
 // Whether all peers have read what they were to read in buffer `buffer_idx`. Does not wait.

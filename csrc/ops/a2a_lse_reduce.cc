@@ -331,18 +331,18 @@ struct Kernel {
   static DCP_FN Status exchange(const arch::Cta& cta, const Params& p, Channel& channel, const Round& round,
                                 uint64_t& num_nonfinite) {
     const uint32_t epoch = channel.epoch_low();
+    const bool copies = kWire == Wire::kPush || (kWire == Wire::kPull && p.copies_to_buffer);
+    Status status = Status::kOk;
+    if (kWire == Wire::kPull && copies) status = channel.acquire(p.buffer_idx);
+    if (status != Status::kOk) return status;
     const int64_t num_bytes = int64_t(p.symm.num_ranks - 1) * (round.num_rows / p.control.num_channels) *
                               p.num_local_heads * p.head_dim * int64_t(sizeof(T));
-    const arch::PeerStores stores(channel.store_hint(), num_bytes);
-    Status status = Status::kOk;
+    // Times the copies: so it comes after the wait.
+    const arch::PeerStores stores(channel.store_hint(), copies ? num_bytes : 0);
     PayloadPlace place = {};
     if constexpr (kWire == Wire::kPull) {
       place = payload_place<T>(p, round);
-      if (p.copies_to_buffer) {
-        status = channel.acquire(p.buffer_idx);
-        if (status != Status::kOk) return status;
-        copy_to_buffer<T>(cta, p, round, place, stores);
-      }
+      if (copies) copy_to_buffer<T>(cta, p, round, place, stores);
       channel.lend(p.buffer_idx);
     }
     for (int i = 1; i < p.symm.num_ranks; ++i) {

@@ -21,6 +21,7 @@ _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x
 _MAP_POPULATE = 0x8000
 _MADV_COLLAPSE = 25  # Linux 6.1
 _HUGE_PAGE = 2 << 20
+_COLLAPSE_CHUNK = 64 << 20
 # fallocate starts over, and gives back what it had, when a signal comes; a profiler's timer could keep it
 # from ever finishing a large region in one call.
 _FALLOCATE_CHUNK = 2 << 20
@@ -69,11 +70,12 @@ def collapse(address: int, nbytes: int) -> None:
     """Asks for huge pages under a whole mapping, where the kernel can; the same for all who map the file.
 
     A call walks through megabytes once, so with small pages it pays for a page walk (two-dimensional on a virtual
-    machine) every 4 KiB: with 2 ranks of 96 heads, D = 512, T = 64, zero copy, that was a quarter of its time.
+    machine) every 4 KiB.
     """
-    whole = nbytes - nbytes % _HUGE_PAGE
-    if whole:
-        _libc.madvise(address, whole, _MADV_COLLAPSE)  # no is an answer
+    end = address + nbytes - nbytes % _HUGE_PAGE
+    for start in range(address, end, _COLLAPSE_CHUNK):  # seconds for gigabytes: Ctrl-C comes through in between
+        if _libc.madvise(start, min(_COLLAPSE_CHUNK, end - start), _MADV_COLLAPSE) != 0:
+            return  # no is an answer
 
 
 class Region:
@@ -100,7 +102,7 @@ class Region:
         self.address: int = address
         self.nbytes = nbytes
         self._users = 1
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may release while its thread retains
 
     def retain(self) -> None:
         """One more user. Raises DcpError when the region is already unmapped."""

@@ -69,7 +69,7 @@ float lse_of(int call, int rank, int token, int head) {
   return float((call + 3 * rank + token + 2 * head) % 7) * 0.5f;
 }
 
-// Which buffer this rank writes next, as dcpkernels/_direct.py has it.
+// Which buffer this rank writes next: strictly in turn, so that it also waits, unlike bindings/handle.h.
 struct Turn {
   int next = 0;
 };
