@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dcpkernels import _check
-from dcpkernels._faults import MISMATCH, PEER_LOST, TIMEOUT, fault_error
+from dcpkernels._faults import INTERRUPTED, MISMATCH, PEER_LOST, TIMEOUT, fault_error
 from dcpkernels.config import WorkspaceConfig
 from dcpkernels.errors import DcpError, DcpPeerLost, DcpTimeout
 from dcpkernels.heap.group import Deadline, Exchange, Group
@@ -158,10 +158,10 @@ class CollectiveBackend:
             timeout_s=self._deadline_s(lane),
             note=descriptor,
         )
-        theirs = receive.tolist()
-        for rank, call in enumerate(theirs):
-            if call != descriptor:
-                raise _Mismatch(rank, call)
+        calls = receive.tolist()
+        for rank, call in enumerate(calls):
+            if call != calls[0]:  # every rank has the same list, and says the same of it
+                raise _Mismatch(rank, call, reporter=0, reporters_call=calls[0])
 
     def _call_elsewhere(self, lane: _Lane, error: Exception) -> _Mismatch | None:
         """Why a rank did not come, if it waits in another lane for this one: the two made different calls."""
@@ -201,14 +201,16 @@ class CollectiveBackend:
     # -- health
 
     def _note(self, error: DcpError | _Mismatch, lane: _Lane, descriptor: int) -> None:
-        kind, ranks, theirs = 4, (lane.group.rank,), 0
+        kind, ranks, theirs, reporter = INTERRUPTED, (lane.group.rank,), 0, lane.group.rank
         if isinstance(error, _Mismatch):
             kind, ranks, theirs = MISMATCH, (error.rank,), error.call
+            if error.reporter is not None:
+                reporter, descriptor = error.reporter, error.reporters_call
         elif isinstance(error, DcpTimeout):
             kind, ranks = PEER_LOST if isinstance(error, DcpPeerLost) else TIMEOUT, error.ranks
         self._fault = {
             "kind": kind,
-            "reporter": lane.group.rank,
+            "reporter": reporter,
             "op": _OP_CODE,
             "has_record": True,
             "ranks": sum(1 << rank for rank in ranks),
@@ -252,8 +254,10 @@ class CollectiveBackend:
 
 
 class _Mismatch(Exception):
-    def __init__(self, rank: int, call: int) -> None:
-        self.rank, self.call = rank, call
+    """`rank` makes another call than `reporter`, which is this rank when it is None."""
+
+    def __init__(self, rank: int, call: int, *, reporter: int | None = None, reporters_call: int = 0) -> None:
+        self.rank, self.call, self.reporter, self.reporters_call = rank, call, reporter, reporters_call
 
 
 class _Lane:

@@ -278,8 +278,6 @@ def test_no_tokens_on_some_ranks(way):
     for raised, again in by_rank:
         assert type(raised.error) is type(again.error) is DcpMismatch and raised.seconds < 3
         assert "num_tokens=0" in str(raised.error) and "num_tokens=2" in str(raised.error)
-    if way == "collective":
-        pytest.xfail("each rank names itself and the first one that differs from it")
     # docs/errors.md
     assert len({(str(raised.error), raised.error.ranks) for raised, _ in by_rank}) == 1
 
