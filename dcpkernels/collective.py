@@ -33,8 +33,7 @@ _SECOND_LOOK_S = 0.15
 class CollectiveBackend:
     """One rank's groups and buffers. It has the methods that `DirectBackend` has.
 
-    A fault is found by each rank for itself: gloo says that a rank is late or gone, and not which one, so `.ranks` of
-    DcpTimeout and DcpPeerLost are those that `Group` knows, mostly none.
+    gloo does not say which rank is late or gone: heap/gloo.py finds out by notes in torch's store.
     """
 
     name = "collective"
