@@ -268,7 +268,7 @@ class Workspace:
 
     def _open_impl(self, op: str) -> Any:
         if self._impl is None:
-            raise DcpError(f"{op}: the workspace must be open (it was closed)")
+            raise _closed_error(op)
         return self._impl
 
     def _raise_status(self, op: str, status: int, lane: int) -> NoReturn:
@@ -294,7 +294,7 @@ class Workspace:
         if status == module.STATUS_CHANNELS_MISSING:
             raise DcpError(f"{op}: parallel_for must have run all {self.config.num_channels} channels when it returns")
         if status == module.STATUS_CLOSED:
-            self._open_impl(op)
+            raise _closed_error(op)
         raise DcpError(f"{op}: status must be known (got {status})")
 
     def _a2a_lse_reduce_plan(self, *, lane: int, **call: Any) -> Any:
@@ -346,6 +346,10 @@ def _prepare(device: str | torch.device, config: WorkspaceConfig | None, backend
             **config.shared_fields(),
         },
     )
+
+
+def _closed_error(op: str) -> DcpError:
+    return DcpError(f"{op}: the workspace must be open (it was closed)")
 
 
 def _first_given(override: float | None, value: float) -> float:
