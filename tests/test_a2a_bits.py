@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from dcpkernels import Workspace
+from dcpkernels import Workspace, a2a_lse_reduce
 from dcpkernels.errors import DcpUnsupported
 from dcpkernels.testing import ThreadGroup, run_ranks
 from dcpkernels.testing.inputs import KINDS
@@ -132,3 +132,26 @@ def test_lanes_give_the_same_bits(dtype):
     call = make_call(3, 4, 9, 72, dtype)
     lanes = [Call(call.outs, call.lses, lane=lane) for lane in (3, 0, 4, 1, 2)]
     assert_same(run_calls(lanes, num_lanes=5), range(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_large_output_past_the_caches(dtype: torch.dtype) -> None:
+    """Above 1 MiB of output a call stores past the caches where rows are aligned; the bits are those of small calls, of
+    rows that are not aligned, and of every variant."""
+    call = make_call(2, 48, 48, 520, dtype, seed=7)
+    assert call.outs[0].nbytes // 2 > 2**20
+    results = [run_calls([call], cpu_isa=isa)[0] for isa in executable_isas()]
+    parts = [Call(call.outs[:, first : first + 8], call.lses[:, first : first + 8]) for first in range(0, 48, 8)]
+    small = run_calls(parts)
+    results.append(tuple(torch.cat([part[i] for part in small]) for i in (0, 1)))
+
+    def odd_rows(group):
+        with Workspace(group, config=config_for(call)) as workspace:
+            out = torch.empty(48 * 24 * 520 + 1, dtype=dtype)[1:].view(48, 24, 520)
+            return a2a_lse_reduce(workspace=workspace, return_lse=True, out=out, **call.arguments(workspace.rank))
+
+    (odd,) = assemble([[of_rank] for of_rank in run_ranks(odd_rows, 2)])
+    results.append(odd)
+    call.check(*results[0])
+    for out, lse in results[1:]:
+        assert same_bits(out, results[0][0]) and same_bits(lse, results[0][1])

@@ -19,8 +19,9 @@
 //   time      now_ns, spin_pause, Backoff {is_slow, pause}, kHostPollNs, poll_host
 //   bytes     PeerStores(hint, num_bytes) {copy(cta, to, from, num_bytes), finish(cta)}
 //   numbers   fma, exp2 (x <= 0), log2, abs; to_float, from_float<T>, rounding to nearest even; bit_cast
-//   vectors   RowVec<T> {kElements, broadcast, load, store} for float, Half, BFloat16; fma
+//   vectors   RowVec<T> {kElements, broadcast, load, store, stream} for float, Half, BFloat16; fma
 //             kRowBlock, kHeadTile
+//             streams_output(num_bytes), kStreamAlignment, streams_done(): for large outputs
 //
 // Every number is the result of correctly rounded IEEE operations in a stated order, so that the variants of
 // one target agree in every bit. Kernels have no fence: order comes from the flags, and ThreadSanitizer can

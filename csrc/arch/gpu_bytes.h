@@ -37,6 +37,11 @@ inline constexpr int64_t kHostPollNs = 50 * 1000 * 1000;
 // The host cannot tell a running kernel anything; deadlines and poison do.
 DCP_FN HostEvents poll_host(const WaitPolicy&) { return {0, false}; }
 
+// A GPU writes whole lines and reads none for it: nothing to go past.
+inline constexpr int kStreamAlignment = 16;
+DCP_FN bool streams_output(int64_t) { return false; }
+DCP_FN void streams_done() {}
+
 // How a channel's rows get into the peers' regions: by ordinary stores of 16 bytes. A GPU caches no peer's
 // lines, so there is nothing to learn from one call for the next, as there is on a CPU.
 class PeerStores {

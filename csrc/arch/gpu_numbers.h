@@ -140,6 +140,7 @@ struct RowVec {
       for (int i = 0; i < kElements; ++i) store_global(p + i, from_float<T>(v[i]));
     }
   }
+  DCP_FN void stream(T* p) const { store(p); }
 };
 template <class T>
 DCP_FN RowVec<T> fma(const RowVec<T>& a, const RowVec<T>& b, const RowVec<T>& c) {

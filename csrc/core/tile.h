@@ -11,7 +11,7 @@ DCP_FN void fill_row(const Lanes& lanes, T* row, int64_t num_elements, float val
 }
 
 // kNumVecs neighbouring vectors at once: independent sums hide the latency of the fma chain over the shards.
-template <int kNumVecs, class T>
+template <int kNumVecs, bool kStream, class T>
 DCP_FN void weighted_sum_block(T* out, const T* const* sources, const float* weights, int num_sources,
                                int64_t offset) {
   using Vec = arch::RowVec<T>;
@@ -23,22 +23,32 @@ DCP_FN void weighted_sum_block(T* out, const T* const* sources, const float* wei
     for (int v = 0; v < kNumVecs; ++v)
       sum[v] = arch::fma(weight, Vec::load(source + v * Vec::kElements), sum[v]);
   }
-  for (int v = 0; v < kNumVecs; ++v) sum[v].store(out + offset + v * Vec::kElements);
+  for (int v = 0; v < kNumVecs; ++v) {
+    T* to = out + offset + v * Vec::kElements;
+    kStream ? sum[v].stream(to) : sum[v].store(to);
+  }
 }
 
 // out[d] = sum_s weights[s] * sources[s][d], in the order of s, in fp32, rounded once to T. An element goes
 // through the same operations whether it is computed in a block, in a vector or alone: hence the same bits.
+// `streams`: the output is large, and goes past the caches where its address allows that.
 template <class T, class Lanes>
 DCP_FN void weighted_sum_row(const Lanes& lanes, T* out, const T* const* sources, const float* weights,
-                             int num_sources, int64_t num_elements) {
+                             int num_sources, int64_t num_elements, bool streams) {
   constexpr int64_t kVec = arch::RowVec<T>::kElements, kBlock = arch::kRowBlock * kVec;
   const int64_t blocks_end = num_elements - num_elements % kBlock,
                 vecs_end = num_elements - num_elements % kVec;
-  for (int64_t d = lanes.rank() * kBlock; d < blocks_end; d += lanes.size() * kBlock) {
-    weighted_sum_block<arch::kRowBlock>(out, sources, weights, num_sources, d);
+  if (streams && reinterpret_cast<uint64_t>(out) % arch::kStreamAlignment == 0) {
+    for (int64_t d = lanes.rank() * kBlock; d < blocks_end; d += lanes.size() * kBlock) {
+      weighted_sum_block<arch::kRowBlock, true>(out, sources, weights, num_sources, d);
+    }
+  } else {
+    for (int64_t d = lanes.rank() * kBlock; d < blocks_end; d += lanes.size() * kBlock) {
+      weighted_sum_block<arch::kRowBlock, false>(out, sources, weights, num_sources, d);
+    }
   }
   for (int64_t d = blocks_end + lanes.rank() * kVec; d < vecs_end; d += lanes.size() * kVec) {
-    weighted_sum_block<1>(out, sources, weights, num_sources, d);
+    weighted_sum_block<1, false>(out, sources, weights, num_sources, d);
   }
   for (int64_t d = vecs_end + lanes.rank(); d < num_elements; d += lanes.size()) {
     float sum = 0.0f;

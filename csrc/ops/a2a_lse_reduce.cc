@@ -255,6 +255,8 @@ DCP_FN void reduce(const arch::Cta& cta, const Params& p, const Channel* channel
   const ChannelRows rows = channel_rows(cta.index(), p.control.num_channels);
   const int64_t num_channel_rows = (round.num_rows - rows.first + rows.step - 1) / rows.step;
   const int num_tiles = (p.num_local_heads + arch::kHeadTile - 1) / arch::kHeadTile;
+  const bool streams =
+      arch::streams_output(p.num_tokens * p.num_local_heads * p.head_dim * int64_t(sizeof(T)));
   float (*weight)[arch::kHeadTile] = shared.weight[lanes.group()];
   float* live_weight = shared.live_weight[lanes.group()];
   const void** live_source = shared.live_source[lanes.group()];
@@ -272,10 +274,11 @@ DCP_FN void reduce(const arch::Cta& cta, const Params& p, const Channel* channel
       num_live = lanes.broadcast(num_live);
       T* out = static_cast<T*>(p.out) + token * p.out_token_stride + (first_head + h) * p.out_head_stride;
       weighted_sum_row(lanes, out, reinterpret_cast<const T* const*>(live_source), live_weight, num_live,
-                       p.head_dim);
+                       p.head_dim, streams);
       lanes.sync();
     }
   }
+  if (streams) arch::streams_done();
 }
 
 // What a caller sees of a call that failed: NaN in every row, never a stale or half-merged number.
