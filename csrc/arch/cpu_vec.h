@@ -2,7 +2,7 @@
 // IEEE operation (fma, conversion to nearest even), whatever the instruction set; exp2 is built of them.
 #pragma once
 
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
