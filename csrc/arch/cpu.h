@@ -20,6 +20,7 @@
 
 #define DCP_DECL
 #define DCP_NO_UNROLL
+#define DCP_UNROLL
 
 namespace dcp::DCP_NS::arch {
 
@@ -66,6 +67,14 @@ DCP_FN void publish_done(const Cta& cta) {
 #endif
   if (DCP_MUTATION != kNoPublishDone) cta.sync();
 }
+
+// The same for stores that went to the buffers of all ranks (core/broadcast.h), and what comes on the other
+// side, after the flag. By multicast a rank stores at another address than the one that readers load from.
+DCP_FN void broadcast_done(const Cta& cta, bool) { publish_done(cta); }
+DCP_FN void broadcast_arrived(bool) {}
+// Raises the flags of all ranks by one store. There is no such address for flags on a CPU: each has a
+// doorbell to ring.
+DCP_FN void multicast_flag(Flag* flag, uint64_t value) { store_release_sys(&flag->value, value); }
 
 // Raises a peer's flag and rings its doorbell; wakes the peer if it sleeps and this was the signal that it
 // sleeps for. Ring, then read `awaited`; the sleeper sets `awaited`, then reads `rings`: all sequentially
@@ -158,6 +167,12 @@ DCP_FN HostEvents poll_host(const WaitPolicy& policy) {
 
 // ---- bytes
 
+struct Words16 {
+  uint32_t word[4];
+};
+DCP_FN void store_16(void* to, const Words16& words) { memcpy(to, words.word, sizeof(words)); }
+DCP_FN void store_multicast(void* to, const Words16& words) { store_16(to, words); }
+
 // How a channel's rows get into the peers' regions in one call. The peers read these lines two rounds ago, so
 // an ordinary store first takes them from their caches, only to overwrite them. Within a core complex that is
 // the fastest way; between two it is slower than memory (measured: 21 us for 48 KB against 1 us), and where
@@ -171,9 +186,10 @@ class PeerStores {
     start_ns_ = is_timed() ? now_ns() : 0;
   }
 
-  // With all threads of the CTA.
-  DCP_FN void copy(const Cta& cta, void* to, const void* from, int64_t num_bytes) const {
-    const auto [begin, end] = cta.share_of(num_bytes);
+  // With all threads of a CTA, or of a group of lanes.
+  template <class Threads>
+  DCP_FN void copy(const Threads& threads, void* to, const void* from, int64_t num_bytes) const {
+    const auto [begin, end] = threads.share_of(num_bytes);
     to = static_cast<char*>(to) + begin;
     from = static_cast<const char*>(from) + begin;
     num_bytes = end - begin;
@@ -181,6 +197,20 @@ class PeerStores {
       copy_streaming(static_cast<char*>(to), static_cast<const char*>(from), num_bytes);
     } else {
       memcpy(to, from, size_t(num_bytes));
+    }
+  }
+
+  // The one memory that all ranks map.
+  template <class Threads>
+  DCP_FN void copy_multicast(const Threads& threads, void* to, const void* from, int64_t num_bytes) const {
+    copy(threads, to, from, num_bytes);
+  }
+  template <class Threads>
+  DCP_FN void copy_to_all(const Threads& threads, const uint64_t* bases, int rank, int num_ranks,
+                          uint64_t offset, const void* from, int64_t num_bytes) const {
+    for (int i = 0; i < num_ranks; ++i) {
+      const int peer = rank + i < num_ranks ? rank + i : rank + i - num_ranks;
+      copy(threads, reinterpret_cast<void*>(bases[peer] + offset), from, num_bytes);
     }
   }
 

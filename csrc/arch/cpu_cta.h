@@ -48,6 +48,8 @@ class Lanes {
   DCP_FN void sync() const {}
   // The value that lane 0 holds; also a sync.
   DCP_FN int broadcast(int value) const { return value; }
+  // This lane's part of `num_bytes` that all lanes of the group copy.
+  DCP_FN Cta::Share share_of(int64_t num_bytes) const { return {0, num_bytes}; }
 };
 
 // Runs Kernel::run for the channels of `launch`, one after the other in this thread, each with a

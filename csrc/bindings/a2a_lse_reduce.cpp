@@ -3,7 +3,7 @@
 
 #include <array>
 
-#include "bindings/handle.h"
+#include "bindings/plan.h"
 #include "core/layout.h"
 
 namespace dcp {
@@ -12,29 +12,12 @@ namespace {
 // An output that is wanted, and whose tensor has no memory; 0 would mean that it is not wanted.
 constexpr uint64_t kNoAddress = 1;
 
-// [begin, end) of a strided tensor's bytes, relative to its address.
-int64_t span_bytes(int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride, int64_t dim,
-                   int64_t size) {
-  if (tokens == 0 || heads == 0 || dim == 0) return 0;
-  return ((tokens - 1) * token_stride + (heads - 1) * head_stride + dim) * size;
-}
-
-struct Bytes {
-  uint64_t begin;
-  int64_t size;
-};
-
-bool overlap(const Bytes& a, const Bytes& b) {
-  return a.size > 0 && b.size > 0 && a.begin < b.begin + uint64_t(b.size) &&
-         b.begin < a.begin + uint64_t(a.size);
-}
-
 // What all ranks of a workspace have alike, of one lane.
 struct Geometry {
   Geometry(int wire, int dtype, int lane, int stream_idx, int num_ranks, int num_local_heads, int head_dim,
            int64_t max_round_rows, const StagingLayout& staging, uint64_t lse_in_row,
            const StagingLayout& unpacked, uint64_t buffer_offset, uint64_t buffer_bytes,
-           uint64_t all_buffers_offset, uint64_t all_buffers_bytes)
+           uint64_t all_buffers_offset, uint64_t all_buffers_bytes, int query_stream_idx)
       : num_ranks(num_ranks), all_buffers_offset(all_buffers_offset), all_buffers_bytes(all_buffers_bytes) {
     DCP_CHECK(max_round_rows >= 1, max_round_rows);
     p.wire = Wire(wire);
@@ -49,6 +32,7 @@ struct Geometry {
     p.unpacked = unpacked;
     p.buffer_offset = buffer_offset;
     p.buffer_bytes = buffer_bytes;
+    p.query_stream_idx = query_stream_idx;
   }
   A2aLseReduceParams p = {};
   int num_ranks;
@@ -118,17 +102,14 @@ class Call {
   int64_t partial_out_bytes_, partial_lse_bytes_, out_bytes_, out_lse_bytes_;
 };
 
-// Over the workspace's regions. `plan(...)` is begin, run of all channels, end; in `run_in_threads` somebody
-// else's threads run ranges of channels in between. While a call is in flight the plan belongs to it: `begin`
-// claims the lane.
-class A2aLseReducePlan : Call {
+// Over the workspace's regions.
+class A2aLseReducePlan : Call, public Plan {
  public:
   A2aLseReducePlan(Endpoint& endpoint, const Geometry& geometry, int lse_dtype, int lse_base,
                    int64_t num_tokens, int num_seqs, std::array<int64_t, 8> strides)
       : Call(geometry, lse_dtype, lse_base, num_tokens, num_seqs, strides),
-        endpoint_(endpoint),
+        Plan(endpoint, geometry.p.stream_idx),
         fns_(endpoint.variant().a2a_lse_reduce()) {
-    DCP_CHECK(p_.stream_idx >= 0 && p_.stream_idx < endpoint.control().num_streams, p_.stream_idx);
     p_.symm = endpoint.symm();
     p_.control = endpoint.control();
     p_.wait = endpoint.wait();
@@ -143,95 +124,32 @@ class A2aLseReducePlan : Call {
 
   int operator()(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse,
                  uint64_t seq_lens, uint64_t query_start_loc) {
-    const int code = begin(partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc);
-    return code != 0 ? code : end(run(0, p_.control.num_channels));
+    return run([&] { return prepare(partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc); });
   }
-
-  // The same, where `parallel_for(num_channels, body)` calls body(first, end) for ranges of channels in any
-  // threads. It is Python: it may raise at any point (Ctrl-C, no more threads), with channels running or not
-  // yet begun, and they write into the caller's tensors. So this returns when none runs, and none begins
-  // later; and a call that not all channels have gone through ends on all ranks.
-  static int run_in_threads(const py::object& self, const py::function& parallel_for, uint64_t partial_out,
-                            uint64_t partial_lse, uint64_t out, uint64_t out_lse, uint64_t seq_lens,
-                            uint64_t query_start_loc) {
+  static int in_threads(const py::object& self, const py::function& parallel_for, uint64_t partial_out,
+                        uint64_t partial_lse, uint64_t out, uint64_t out_lse, uint64_t seq_lens,
+                        uint64_t query_start_loc) {
     A2aLseReducePlan& plan = self.cast<A2aLseReducePlan&>();
-    const int code = plan.begin(partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc);
-    if (code != 0) return code;
-    const int num_channels = plan.p_.control.num_channels;
-    plan.threads_ = {plan.threads_.call + 1, 0, 0, 0};
-    std::exception_ptr error;
-    try {
-      const auto body = [self, &plan, call = plan.threads_.call](int first_channel, int end_channel) {
-        plan.run_range(call, first_channel, end_channel);
-      };
-      parallel_for(num_channels, py::cpp_function(body));
-    } catch (...) {
-      error = std::current_exception();
-    }
-    ++plan.threads_.call;  // what begins now belongs to no call
-    const bool is_whole = plan.threads_.num_begun == num_channels;
-    if (!is_whole || plan.threads_.num_running > 0) plan.abandon();
-    while (plan.threads_.num_running > 0) {
-      py::gil_scoped_release no_gil;
-      usleep(100);
-    }
-    const int status = plan.end(is_whole ? plan.threads_.status : int(Status::kFaulted));
-    if (error) std::rethrow_exception(error);
-    return is_whole ? status : kChannelsMissing;
+    return run_in_threads(self, plan, parallel_for, [&] {
+      return plan.prepare(partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc);
+    });
   }
 
  private:
-  int begin(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse, uint64_t seq_lens,
-            uint64_t query_start_loc) {
-    if (!endpoint_.begin_call()) return kClosed;
-    int code = int(Status::kBusy);
-    if (DCP_NS::claim_call(p_.symm, p_.control, p_.stream_idx)) {
-      code = place(p_, partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc, all_buffers_);
-      if (code == 0 && p_.wire == Wire::kPull) code = choose_buffer(partial_out);
-      if (code != 0) DCP_NS::release_call(p_.symm, p_.control, p_.stream_idx);
-    }
-    if (code != 0) endpoint_.end_call();
-    return code;
+  int prepare(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse, uint64_t seq_lens,
+              uint64_t query_start_loc) {
+    const int code =
+        place(p_, partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc, all_buffers_);
+    return code == 0 && p_.wire == Wire::kPull ? choose_buffer(partial_out) : code;
   }
-
-  // Runs channels [first_channel, end_channel) in this thread.
-  int run([[maybe_unused]] int first_channel, [[maybe_unused]] int end_channel) {
-    Status status = Status::kOk;
-    py::gil_scoped_release no_gil;
-#if !defined(DCP_STUB_KERNEL)  // the test build measures what a call costs around the kernel
-    status = fns_.run(p_, {first_channel, end_channel, nullptr});
-#endif
-    return int(status);
+  Status launch(const Launch& channels) override { return fns_.run(p_, channels); }
+  uint64_t call() const override {
+    return DCP_NS::call_descriptor(Op::kA2aLseReduce, p_.lane, p_.dtype, p_.lse_base, p_.num_tokens);
   }
-
-  // `status`: the first of all runs that is not 0. A part of a result is no result.
-  int end(int status) {
-    if (status != 0 && p_.control.num_channels > 1) fns_.discard(p_, {0, p_.control.num_channels, nullptr});
+  void finish(int status) override {
+    // A part of a result is no result.
+    if (status != 0 && num_channels() > 1) fns_.discard(p_, {0, num_channels(), nullptr});
     if (p_.wire == Wire::kPull) take_buffer(status);
-    DCP_NS::release_call(p_.symm, p_.control, p_.stream_idx);
-    endpoint_.end_call();
-    if (status == int(Status::kFaulted) && PyErr_Occurred() != nullptr) throw py::error_already_set();
-    return status;
-  }
-
-  // `run` for the body of call number `call`. Raises what a signal handler raised.
-  void run_range(uint64_t call, int first_channel, int end_channel) {
-    if (call != threads_.call) return;
-    DCP_CHECK(0 <= first_channel && first_channel <= end_channel && end_channel <= p_.control.num_channels,
-              end_channel);
-    threads_.num_begun += end_channel - first_channel;
-    ++threads_.num_running;
-    const int status = run(first_channel, end_channel);
-    --threads_.num_running;
-    if (status != 0) threads_.status = status;
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-  }
-
-  // Ends the call on all ranks, and soon in channels of this rank that still run.
-  void abandon() {
-    const uint64_t call =
-        DCP_NS::call_descriptor(Op::kA2aLseReduce, p_.lane, p_.dtype, p_.lse_base, p_.num_tokens);
-    DCP_NS::abandon_call(p_.symm, p_.control, p_.stream_idx, call);
   }
 
   // Either the caller wrote into the buffer that it was handed out, or the call copies into one that it was
@@ -255,14 +173,8 @@ class A2aLseReducePlan : Call {
     if (!p_.copies_to_buffer && status == 0) pair.handed_out = -1;
   }
 
-  Endpoint& endpoint_;
   const A2aLseReduceFns fns_;
   Bytes buffers_ = {0, 0}, all_buffers_ = {0, 0};  // of this lane, of all lanes
-  // Of `run_in_threads`; like all of a plan, guarded by the GIL.
-  struct {
-    uint64_t call;
-    int num_begun, num_running, status;  // channels; ranges; the first of all runs that is not 0
-  } threads_ = {};
 };
 
 // Over buffers that somebody else exchanges (dcpkernels/collective.py). A chunk is num_rows plain rows; the
@@ -332,11 +244,12 @@ void bind_a2a_lse_reduce(py::module_& module) {
   module.attr("NO_ADDRESS") = kNoAddress;
   py::class_<Geometry>(module, "A2aLseReduceGeometry")
       .def(py::init<int, int, int, int, int, int, int, int64_t, const StagingLayout&, uint64_t,
-                    const StagingLayout&, uint64_t, uint64_t, uint64_t, uint64_t>(),
+                    const StagingLayout&, uint64_t, uint64_t, uint64_t, uint64_t, int>(),
            py::kw_only(), py::arg("wire"), py::arg("dtype"), py::arg("lane"), py::arg("stream_idx"),
            py::arg("num_ranks"), py::arg("num_local_heads"), py::arg("head_dim"), py::arg("max_round_rows"),
            py::arg("staging"), py::arg("lse_in_row"), py::arg("unpacked"), py::arg("buffer_offset"),
-           py::arg("buffer_bytes"), py::arg("all_buffers_offset"), py::arg("all_buffers_bytes"));
+           py::arg("buffer_bytes"), py::arg("all_buffers_offset"), py::arg("all_buffers_bytes"),
+           py::arg("query_stream_idx"));
   const auto addresses = [](auto&& define) {
     define(py::arg("partial_out"), py::arg("partial_lse"), py::arg("out"), py::arg("out_lse"),
            py::arg("seq_lens"), py::arg("query_start_loc"));
@@ -348,7 +261,7 @@ void bind_a2a_lse_reduce(py::module_& module) {
            py::arg("strides"));
   addresses([&](auto... args) {
     plan.def("__call__", &A2aLseReducePlan::operator(), args...)
-        .def("run_in_threads", &A2aLseReducePlan::run_in_threads, py::arg("parallel_for"), args...);
+        .def("run_in_threads", &A2aLseReducePlan::in_threads, py::arg("parallel_for"), args...);
   });
   py::class_<A2aLseReduceExchange> exchange(module, "A2aLseReduceExchange");
   exchange

@@ -19,7 +19,7 @@ namespace py = pybind11;
 
 // What a call of an op or of the host comes to, beside dcp::Status.
 inline constexpr int kOverlap = 100, kNoMemory = 101, kClosed = 102, kStaleBuffer = 103,
-                     kChannelsMissing = 104;
+                     kChannelsMissing = 104, kNotStarted = 105, kNotWaited = 106;
 
 // The two buffers of one lane in pull mode, as the host sees them.
 struct BufferPair {
@@ -31,10 +31,14 @@ struct BufferPair {
 // to that.
 class Endpoint {
  public:
-  Endpoint(int rank, std::vector<uint64_t> bases, std::vector<int> socket_fds, const ControlLayout& control,
-           int64_t timeout_ns, int64_t first_timeout_ns, int num_spins, int num_yields,
-           const std::string& isa)
-      : bases_(std::move(bases)), socket_fds_(std::move(socket_fds)), control_(control) {
+  // `gather_bases`: where the buffers of the gathers lie, of each rank; `multicast` as in SymmView.
+  Endpoint(int rank, std::vector<uint64_t> bases, std::vector<uint64_t> gather_bases, uint64_t multicast,
+           std::vector<int> socket_fds, const ControlLayout& control, int64_t timeout_ns,
+           int64_t first_timeout_ns, int num_spins, int num_yields, const std::string& isa)
+      : bases_(std::move(bases)),
+        gather_bases_(std::move(gather_bases)),
+        socket_fds_(std::move(socket_fds)),
+        control_(control) {
     const int num_ranks = int(bases_.size());
     DCP_CHECK(num_ranks >= 1 && num_ranks <= kMaxRanks, num_ranks);
     DCP_CHECK(rank >= 0 && rank < num_ranks, rank);
@@ -42,7 +46,9 @@ class Endpoint {
     DCP_CHECK(control.num_channels >= 1 && control.num_streams >= 1, control.num_channels);
     variant_ = find_variant(isa.c_str());
     if (variant_ == nullptr) throw py::value_error("this processor or build has no CPU variant " + isa);
+    DCP_CHECK(gather_bases_.size() == bases_.size(), gather_bases_.size());
     symm_ = {bases_.data(), rank, num_ranks};
+    gather_buffers_ = {gather_bases_.data(), rank, num_ranks, multicast};
     buffers_.resize(size_t(control.num_streams));
     wait_ = {timeout_ns, first_timeout_ns, num_spins, num_yields, &Endpoint::poll_host, this};
   }
@@ -50,6 +56,7 @@ class Endpoint {
   Endpoint& operator=(const Endpoint&) = delete;
 
   const SymmView& symm() const { return symm_; }
+  const SymmView& gather_buffers() const { return gather_buffers_; }
   const ControlLayout& control() const { return control_; }
   const WaitPolicy& wait() const { return wait_; }
   const Variant& variant() const { return *variant_; }
@@ -120,10 +127,10 @@ class Endpoint {
     }
   }
 
-  std::vector<uint64_t> bases_;
+  std::vector<uint64_t> bases_, gather_bases_;
   std::vector<int> socket_fds_;
   ControlLayout control_;
-  SymmView symm_;
+  SymmView symm_, gather_buffers_;
   WaitPolicy wait_;
   const Variant* variant_;
   std::vector<BufferPair> buffers_;
@@ -132,5 +139,7 @@ class Endpoint {
 };
 
 void bind_a2a_lse_reduce(py::module_& module);
+void bind_query_gather(py::module_& module);
+void bind_kv_gather(py::module_& module);
 
 }  // namespace dcp

@@ -68,6 +68,8 @@ PYBIND11_MODULE(_C_cpu, module) {
   module.attr("STATUS_CLOSED") = kClosed;
   module.attr("STATUS_STALE_BUFFER") = kStaleBuffer;
   module.attr("STATUS_CHANNELS_MISSING") = kChannelsMissing;
+  module.attr("STATUS_NOT_STARTED") = kNotStarted;
+  module.attr("STATUS_NOT_WAITED") = kNotWaited;
   module.attr("built_variants") = variants(false);
   module.attr("runnable_variants") = variants(true);
 
@@ -81,11 +83,11 @@ PYBIND11_MODULE(_C_cpu, module) {
            py::arg("num_rows"));
 
   py::class_<Endpoint>(module, "Endpoint")
-      .def(py::init<int, std::vector<uint64_t>, std::vector<int>, const ControlLayout&, int64_t, int64_t, int,
-                    int, const std::string&>(),
-           py::kw_only(), py::arg("rank"), py::arg("bases"), py::arg("socket_fds"), py::arg("control"),
-           py::arg("timeout_ns"), py::arg("first_timeout_ns"), py::arg("num_spins"), py::arg("num_yields"),
-           py::arg("isa"))
+      .def(py::init<int, std::vector<uint64_t>, std::vector<uint64_t>, uint64_t, std::vector<int>,
+                    const ControlLayout&, int64_t, int64_t, int, int, const std::string&>(),
+           py::kw_only(), py::arg("rank"), py::arg("bases"), py::arg("gather_bases"), py::arg("multicast"),
+           py::arg("socket_fds"), py::arg("control"), py::arg("timeout_ns"), py::arg("first_timeout_ns"),
+           py::arg("num_spins"), py::arg("num_yields"), py::arg("isa"))
       .def_property_readonly("isa", [](const Endpoint& endpoint) { return endpoint.variant().name; })
       .def("is_poisoned", &Endpoint::is_poisoned)
       .def("fault", &fault_dict)
@@ -100,7 +102,17 @@ PYBIND11_MODULE(_C_cpu, module) {
       },
       py::kw_only(), py::arg("op"), py::arg("lane"), py::arg("dtype"), py::arg("lse_base"),
       py::arg("num_tokens"));
+  module.def(
+      "query_descriptor",
+      [](int lane, int dtype, bool has_out, int64_t num_tokens) {
+        return DCP_NS::query_descriptor(lane, DType(dtype), has_out, num_tokens);
+      },
+      py::kw_only(), py::arg("lane"), py::arg("dtype"), py::arg("has_out"), py::arg("num_tokens"));
+  module.def("chunk_descriptor", &DCP_NS::chunk_descriptor, py::kw_only(), py::arg("lane"),
+             py::arg("buffer_idx"), py::arg("chunk_idx"), py::arg("plan_digest"));
   module.def("init_region", &DCP_NS::init_region, py::arg("base"), py::arg("control"), py::arg("num_ranks"),
              py::arg("start_epoch"));
   bind_a2a_lse_reduce(module);
+  bind_query_gather(module);
+  bind_kv_gather(module);
 }

@@ -1,9 +1,8 @@
 // One channel of one call on an epoch stream: the only code that touches flags, epochs and deadlines.
 //
-// A channel's life, in the names of docs/protocol.md: enter, then per round signal (once per peer) and wait
-// (once), then confirm and leave. In pull mode acquire comes before a payload is written into a buffer of the
-// region, and release after the last read of the peers' buffers. All of it is called by every thread of the
-// CTA.
+// A channel's life, in the names of docs/protocol.md: enter, then per round signal (once per peer, or all at
+// once) and wait (once), then confirm and leave. Where callers see a buffer of the region, acquire comes
+// before it is written, and release after the last read. All of it is called by every thread of the CTA.
 #pragma once
 
 #include "arch/target.h"
@@ -53,16 +52,21 @@ struct PayloadPlace {
   int64_t token_stride, head_stride;
 };
 
+// Which part of its rounds a call makes. A split round is started by one call, which signals, and ended by a
+// later one, which waits.
+enum class Phase { kBoth, kStart, kWait };
+
 class Channel {
  public:
   DCP_FN Channel(const arch::Cta& cta, const SymmView& symm, const ControlLayout& control,
-                 const WaitPolicy& policy, int stream_idx, uint64_t call)
+                 const WaitPolicy& policy, int stream_idx, uint64_t call, Phase phase = Phase::kBoth)
       : cta_(cta),
         symm_(symm),
         control_(control),
         policy_(policy),
         stream_idx_(stream_idx),
         call_(call),
+        phase_(phase),
         digest_(call_digest(call)),
         state_(stream_state(symm, control, symm.rank, stream_idx)),
         mine_(channel_state(symm, control, symm.rank, stream_idx, cta.index())) {}
@@ -73,13 +77,22 @@ class Channel {
 
   // Step `enter`: reads the epoch and says what this rank is about to do.
   DCP_FN Status enter() {
-    first_epoch_ = epoch_ = next_epoch(arch::load_acquire_sys(&state_->epoch));
+    first_epoch_ = epoch_ = next_epoch(arch::load_acquire_sys(last_epoch()));
     is_first_call_ = arch::load_relaxed_sys(&state_->num_calls) == 0;
     if (cta_.thread_rank() == 0) {
       arch::store_relaxed_sys(&state_->call, call_);
-      arch::store_release_sys(&mine_->in_flight, epoch_);
+      // Peers look there for who waits for whom. A round that is only started waits for no signal.
+      if (phase_ != Phase::kStart) arch::store_release_sys(&mine_->in_flight, epoch_);
     }
     return confirm();
+  }
+
+  // Ends the call on all ranks: this rank, which may be in it with others, must not make it now.
+  // `other_call`: what is in its way.
+  DCP_FN Status refuse(FaultKind kind, uint64_t other_call) const {
+    if (cta_.thread_rank() == 0) report({kind, rank_bit(symm_.rank), other_call}, 0);
+    cta_.sync();
+    return Status::kFaulted;
   }
 
   // Step `acquire`: returns when every peer has read what was last put into buffer `buffer_idx`, so that it
@@ -139,6 +152,18 @@ class Channel {
   DCP_FN void signal_unordered(int peer) const {
     if (cta_.thread_rank() == 0) raise(peer);
   }
+  // The same for all peers at once, after stores that went to all of them (core/broadcast.h).
+  DCP_FN void signal_all(const SymmView& buffers) const {
+    arch::broadcast_done(cta_, buffers.multicast != 0);
+    if (symm_.multicast != 0) {
+      const uint64_t at_rank = reinterpret_cast<uint64_t>(flag_at(symm_.rank, symm_.rank));
+      Flag* flag = reinterpret_cast<Flag*>(symm_.multicast + (at_rank - symm_.bases[symm_.rank]));
+      if (cta_.thread_rank() == 0) arch::multicast_flag(flag, expected_flag());
+      return;
+    }
+    DCP_NO_UNROLL
+    for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks; i += cta_.size()) raise(peer_order(symm_, i));
+  }
   // Where `source` said that its payload is; after `wait`.
   DCP_FN PayloadPlace payload_of(int source) const {
     const Flag* flag = flag_at(symm_.rank, source);
@@ -146,13 +171,20 @@ class Channel {
             arch::load_relaxed_sys(&flag->head_stride)};
   }
 
-  // Step `wait`: returns when every peer's `signal` of this round has been seen, or with kFaulted.
-  DCP_FN Status wait() const {
+  // Step `wait`: returns when every peer's `signal` of this round has been seen, or with kFaulted. A channel
+  // that reads what other channels of its peers wrote waits for `all_channels`: in a phase of its own, where
+  // no channel of this rank has to signal any more.
+  DCP_FN Status wait(bool all_channels = false) const {
+    const int first_channel = all_channels ? 0 : cta_.index();
+    const int end_channel = all_channels ? control_.num_channels : cta_.index() + 1;
     int64_t start_ns = 0;  // of the first look that found nothing: one deadline for all peers
+    Status status = Status::kOk;
     DCP_NO_UNROLL
-    for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks; i += cta_.size()) {
-      if (wait_for(i, Signalled{*this, flag_at(symm_.rank, peer_order(symm_, i))}, start_ns) != Status::kOk)
-        break;
+    for (int channel_idx = first_channel; channel_idx < end_channel && status == Status::kOk; ++channel_idx) {
+      DCP_NO_UNROLL
+      for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks && status == Status::kOk; i += cta_.size()) {
+        status = wait_for(i, Signalled{*this, channel_idx, peer_order(symm_, i)}, start_ns);
+      }
     }
     cta_.sync();
     if (cta_.thread_rank() == 0) ++mine_->num_rounds;
@@ -168,13 +200,9 @@ class Channel {
 
   // Step `release`: this channel has read all that it wanted of the peers' buffers. Pairs with `acquire`
   // there.
-  DCP_FN void release() const {
-    cta_.sync();
-    DCP_NO_UNROLL
-    for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks; i += cta_.size()) {
-      arch::store_release_sys(&flag_at(peer_order(symm_, i), symm_.rank)->released, epoch_);
-    }
-  }
+  DCP_FN void release() const { release(epoch_); }
+  // The same for the round before, in whose buffer the caller has read what he wanted.
+  DCP_FN void release_previous() const { release(previous_epoch(epoch_)); }
 
   // Goes on to the next round of the same call.
   DCP_FN void next_round() {
@@ -197,27 +225,33 @@ class Channel {
   }
 
   // Step `leave`: the last channel to finish stores the epoch, so that the next call (or the next replay of a
-  // captured one) finds it in memory. A faulted call tells every peer why.
-  DCP_FN void leave(Status status) const {
+  // captured one) finds it in memory. A faulted call tells every peer why. True in one thread of the rank:
+  // the last one, when all channels are done.
+  DCP_FN bool leave(Status status) const {
     cta_.sync();
-    if (cta_.thread_rank() != 0) return;
+    if (cta_.thread_rank() != 0) return false;
     if (status != Status::kOk) forward_fault(symm_, control_);
     arch::store_release_sys(&mine_->in_flight, uint64_t(0));
-    if (arch::fetch_add(&state_->channels_left, 1u) + 1 == uint32_t(control_.num_channels)) {
-      arch::store_relaxed_sys(&state_->channels_left, 0u);
-      const uint64_t num_calls = arch::load_relaxed_sys(&state_->num_calls);
-      if (status == Status::kOk) arch::store_relaxed_sys(&state_->num_calls, num_calls + 1);
-      arch::store_release_sys(&state_->epoch, epoch_);
+    if (arch::fetch_add(&state_->channels_left, 1u) + 1 != uint32_t(control_.num_channels)) return false;
+    arch::store_relaxed_sys(&state_->channels_left, 0u);
+    const uint64_t num_calls = arch::load_relaxed_sys(&state_->num_calls);
+    if (status == Status::kOk && phase_ != Phase::kStart) {
+      arch::store_relaxed_sys(&state_->num_calls, num_calls + 1);
     }
+    arch::store_release_sys(last_epoch(), epoch_);
+    return true;
   }
 
  private:
   // What a wait may be for. There(): is it there? missing(): which peers have not done their part?
   struct Signalled {
     const Channel& channel;
-    const Flag* flag;
-    DCP_FN bool there() const { return arch::load_acquire_sys(&flag->value) == channel.expected_flag(); }
-    DCP_FN uint64_t missing() const { return channel.missing_here(); }
+    int channel_idx, peer;
+    DCP_FN bool there() const {
+      const Flag* flag = channel.flag_at(channel.symm_.rank, peer, channel_idx);
+      return arch::load_acquire_sys(&flag->value) == channel.expected_flag();
+    }
+    DCP_FN uint64_t missing() const { return channel.missing_on(channel_idx); }
   };
   template <class There>
   struct OfSignal {
@@ -228,7 +262,7 @@ class Channel {
     DCP_FN uint64_t missing() const {
       // Also when the flag is there: it has no order with what comes with it.
       const uint64_t late = is_there() ? 0 : rank_bit(peer);
-      return late | channel.missing_here();
+      return late | channel.missing_on(channel.cta_.index());
     }
   };
   struct Released {
@@ -239,11 +273,27 @@ class Channel {
     DCP_FN uint64_t missing() const { return channel.not_released(channel.symm_.rank, epoch); }
   };
 
-  DCP_FN uint64_t missing_here() const { return missing_at(symm_.rank, stream_idx_, epoch_, cta_.index()); }
+  DCP_FN uint64_t missing_on(int channel_idx) const {
+    return missing_at(symm_.rank, stream_idx_, epoch_, channel_idx);
+  }
   DCP_FN uint64_t expected_flag() const { return flag_value(epoch_, digest_); }
+  // The word that holds the epoch of the last round that this phase has made.
+  DCP_FN uint64_t* last_epoch() const {
+    return phase_ == Phase::kWait ? &state_->waited_epoch : &state_->epoch;
+  }
   // The flag of this round in `owner`'s region that `source` raises.
-  DCP_FN Flag* flag_at(int owner, int source) const {
-    return stream_flag(symm_, control_, owner, stream_idx_, epoch_, cta_.index(), source);
+  DCP_FN Flag* flag_at(int owner, int source) const { return flag_at(owner, source, cta_.index()); }
+  DCP_FN Flag* flag_at(int owner, int source, int channel_idx) const {
+    return stream_flag(symm_, control_, owner, stream_idx_, epoch_, channel_idx, source);
+  }
+  DCP_FN void release(uint64_t epoch) const {
+    cta_.sync();
+    DCP_NO_UNROLL
+    for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks; i += cta_.size()) {
+      Flag* flag =
+          stream_flag(symm_, control_, peer_order(symm_, i), stream_idx_, epoch, cta_.index(), symm_.rank);
+      arch::store_release_sys(&flag->released, epoch);
+    }
   }
   DCP_FN void raise(int peer) const {
     arch::signal_flag(flag_at(peer, symm_.rank), expected_flag(),
@@ -281,6 +331,7 @@ class Channel {
   const WaitPolicy& policy_;
   const int stream_idx_;
   const uint64_t call_;
+  const Phase phase_;
   const uint32_t digest_;
   StreamState* const state_;
   ChannelState* const mine_;

@@ -5,12 +5,23 @@
 
 namespace dcp::DCP_NS {
 
-// op 8 | lane 8 | dtype 4 | lse_base 4 | unused 8 | num_tokens 32. All that must be equal on all ranks for
-// one call; what only one rank knows (strides, masks, addresses) is not in it. Geometry is voted on when the
-// workspace is made.
+// op 8 | lane 8 | kind 4 | detail 12 | low 32. All that must be equal on all ranks for one call; what only
+// one rank knows (strides, masks, addresses) is not in it. Geometry is voted on when the workspace is made.
+DCP_FN uint64_t pack_call(Op op, int lane, uint32_t kind, uint32_t detail, uint64_t low) {
+  return uint64_t(op) << 56 | uint64_t(lane & 0xff) << 48 | uint64_t(kind & 0xf) << 44 |
+         uint64_t(detail & 0xfff) << 32 | (low & 0xffffffffu);
+}
+// a2a_lse_reduce: the dtype, lse_base, T.
 DCP_FN uint64_t call_descriptor(Op op, int lane, DType dtype, LseBase base, int64_t num_tokens) {
-  return uint64_t(op) << 56 | uint64_t(lane & 0xff) << 48 | uint64_t(dtype) << 44 | uint64_t(base) << 40 |
-         (uint64_t(num_tokens) & 0xffffffffu);
+  return pack_call(op, lane, uint32_t(dtype), uint32_t(base) << 8, uint64_t(num_tokens));
+}
+// query_gather: the dtype that is gathered, whether it ends in `out`, which takes more rounds, and T.
+DCP_FN uint64_t query_descriptor(int lane, DType dtype, bool has_out, int64_t num_tokens) {
+  return pack_call(Op::kQueryGather, lane, uint32_t(dtype), uint32_t(has_out), uint64_t(num_tokens));
+}
+// kv_gather: the buffer, the chunk, and a digest of the plan and the width of a row.
+DCP_FN uint64_t chunk_descriptor(int lane, int buffer_idx, int64_t chunk_idx, uint32_t plan_digest) {
+  return pack_call(Op::kKvGather, lane, uint32_t(buffer_idx), uint32_t(chunk_idx), plan_digest);
 }
 
 // A bijective mix (the finaliser of splitmix64), then the high half: descriptors that differ in one bit

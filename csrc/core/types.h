@@ -22,9 +22,14 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-enum class DType : uint8_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+// The 8-bit format of OCP with 4 bits of exponent, finite and NaN only (torch.float8_e4m3fn).
+struct Float8E4M3 {
+  uint8_t bits;
+};
+
+enum class DType : uint8_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8E4M3 = 3, kFloat8E5M2 = 4 };
 enum class LseBase : uint8_t { kE = 0, k2 = 1 };
-enum class Op : uint8_t { kA2aLseReduce = 1 };
+enum class Op : uint8_t { kA2aLseReduce = 1, kQueryGather = 2, kReleaseQuery = 3, kKvGather = 4 };
 
 // How payload gets from a source to the owner of its heads; one for all ranks of a workspace.
 enum class Wire : uint8_t {
@@ -54,6 +59,8 @@ enum class FaultKind : uint8_t {
   kMismatch = 2,     // a peer made a different call
   kPeerLost = 3,     // a peer's process is gone
   kInterrupted = 4,  // this rank was interrupted (Ctrl-C) while it waited
+  kQueryOpen = 5,    // a query_gather where the query gathered before has not been released
+  kQueryRows = 6,    // an a2a_lse_reduce with another T than the query_gather before it
 };
 
 // One flag per [parity][channel][source], written by that source only. A line of its own: W writers share no
@@ -63,7 +70,7 @@ struct alignas(64) Flag {
   // Wire::kPull. Where the payload of this round begins in the source's region, written before `value`.
   uint64_t payload_offset;
   int64_t token_stride, head_stride;  // in elements
-  // Wire::kPull. The last epoch of this parity in which the source has read all that it wanted from here.
+  // Wire::kPull, kv_gather. The last epoch of this parity in which the source has read all that it wanted.
   uint64_t released;
   uint64_t unused[3];
 };
@@ -96,14 +103,18 @@ struct alignas(64) StreamState {
   uint64_t nonfinite_lse;  // LSEs that are not finite on shards that the lengths call non-empty
   uint32_t channels_left;  // channels of the call in flight that are done
   uint32_t in_flight;      // 1: a call is in flight
-  uint32_t unused[6];
+  // query_gather. 0, or 1 + the T of a gathered query that callers may still read.
+  uint64_t open_rows;
+  // kv_gather. The epoch of the last round that was waited for; `epoch` is that of the last one started.
+  uint64_t waited_epoch;
+  uint32_t unused[2];
 };
 
 struct alignas(64) ChannelState {
   uint64_t in_flight;   // 0 = idle, else the epoch of the round that this channel is in
   uint64_t num_rounds;  // completed; each brings a ring from every peer
   uint64_t store_hint;  // arch::PeerStores: what this channel has learnt; read by nobody else
-  // Wire::kPull. The last epoch in which peers were to read each of the two buffers.
+  // Wire::kPull, kv_gather. The last epoch in which peers were to read each of the two buffers.
   uint64_t buffer_epochs[2];
   uint64_t awaited_release;  // 0, or the epoch whose readers this rank waits for, in a call or before one
   uint64_t unused[2];
@@ -150,6 +161,9 @@ struct SymmView {
   const uint64_t* bases;  // [num_ranks] addresses at which this process sees each rank's region
   int32_t rank;
   int32_t num_ranks;
+  // 0, or an address at which a store reaches the regions of all ranks. Where all ranks map one physical
+  // region (CPU, buffers of the gathers), it is that region, and so is every base.
+  uint64_t multicast = 0;
 };
 
 }  // namespace dcp

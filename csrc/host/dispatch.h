@@ -4,12 +4,16 @@
 #include <cstring>
 
 #include "ops/a2a_lse_reduce.h"
+#include "ops/kv_gather.h"
+#include "ops/query_gather.h"
 
 namespace dcp {
 
 #define DCP_DECLARE_OPS(ns)         \
   namespace ns {                    \
   A2aLseReduceFns a2a_lse_reduce(); \
+  QueryGatherFns query_gather();    \
+  KvGatherFns kv_gather();          \
   }
 #if defined(DCP_HAVE_V4)
 DCP_DECLARE_OPS(v4)
@@ -25,6 +29,8 @@ struct Variant {
   const char* name;
   bool (*runs_here)();
   A2aLseReduceFns (*a2a_lse_reduce)();
+  QueryGatherFns (*query_gather)();
+  KvGatherFns (*kv_gather)();
 };
 
 #if defined(DCP_HAVE_V4) || defined(DCP_HAVE_V3)
@@ -41,15 +47,17 @@ inline bool runs_v4() {
 }
 #endif
 
+#define DCP_VARIANT(ns, runs_here) {#ns, runs_here, &ns::a2a_lse_reduce, &ns::query_gather, &ns::kv_gather}
 inline constexpr Variant kVariants[] = {
 #if defined(DCP_HAVE_V4)
-    {"v4", runs_v4, &v4::a2a_lse_reduce},
+    DCP_VARIANT(v4, runs_v4),
 #endif
 #if defined(DCP_HAVE_V3)
-    {"v3", runs_v3, &v3::a2a_lse_reduce},
+    DCP_VARIANT(v3, runs_v3),
 #endif
-    {"baseline", [] { return true; }, &baseline::a2a_lse_reduce},
+    DCP_VARIANT(baseline, [] { return true; }),
 };
+#undef DCP_VARIANT
 
 // The variant of that name, or the best for "auto". Null: there is none, or the processor cannot run it.
 inline const Variant* find_variant(const char* name) {

@@ -20,7 +20,7 @@ inline void init_region(uint64_t base, const ControlLayout& control, int num_ran
   for (int stream_idx = 0; stream_idx < control.num_streams; ++stream_idx) {
     StreamState* state = stream_state(symm, control, 0, stream_idx);
     std::memset(static_cast<void*>(state), 0, control.stream_bytes);
-    state->epoch = start_epoch;
+    state->epoch = state->waited_epoch = start_epoch;
     Flag* flags = symm_own<Flag>(symm, control.flags_offset + control.flags_bytes * stream_idx);
     for (uint64_t epoch : {start_epoch, previous_epoch(start_epoch)}) {
       for (int i = 0; i < control.num_channels * num_ranks; ++i) {

@@ -312,6 +312,7 @@ struct Kernel {
     const uint64_t call = call_descriptor(Op::kA2aLseReduce, p.lane, p.dtype, p.lse_base, p.num_tokens);
     Channel channel(cta, p.symm, p.control, p.wait, p.stream_idx, call);
     Status status = channel.enter();
+    if (status == Status::kOk && p.query_stream_idx >= 0) status = require_query_rows(cta, p, channel);
     const int64_t round_rows = rows_per_round(p);
     uint64_t num_nonfinite = 0;
     int64_t first_row = 0;
@@ -326,11 +327,24 @@ struct Kernel {
     count_nonfinite(p, num_nonfinite);
     if (status == Status::kOk) status = kWire == Wire::kPull ? channel.confirm_reads() : channel.confirm();
     if (status != Status::kOk) poison_output<T>(cta, p);
-    channel.leave(status);
+    if (channel.leave(status) && status == Status::kOk && p.query_stream_idx >= 0) {
+      arch::store_relaxed_sys(&query_state(p)->open_rows, uint64_t(0));
+    }
     return status;
   }
 
  private:
+  static DCP_FN StreamState* query_state(const Params& p) {
+    return stream_state(p.symm, p.control, p.symm.rank, p.query_stream_idx);
+  }
+  // A reduce after a gather merges the rows that were gathered.
+  static DCP_FN Status require_query_rows(const arch::Cta& cta, const Params& p, const Channel& channel) {
+    const uint64_t rows = arch::load_relaxed_sys(&query_state(p)->open_rows);
+    const bool differs = cta.thread_rank() == 0 && rows != 0 && rows != uint64_t(p.num_tokens) + 1;
+    if (cta.broadcast(int(differs)) == 0) return Status::kOk;
+    return channel.refuse(FaultKind::kQueryRows, arch::load_relaxed_sys(&query_state(p)->call));
+  }
+
   static DCP_FN Status exchange(const arch::Cta& cta, const Params& p, Channel& channel, const Round& round,
                                 uint64_t& num_nonfinite) {
     const uint32_t epoch = channel.epoch_low();
@@ -422,8 +436,9 @@ Status launch_for_dtype(const Params& p, const Launch& launch) {
       return arch::launch<K<Half, kWire>>(p, launch);
     case DType::kBFloat16:
       return arch::launch<K<BFloat16, kWire>>(p, launch);
+    default:
+      return Status::kLaunchFailed;
   }
-  return Status::kLaunchFailed;
 }
 
 Status run(const Params& p, const Launch& launch) {

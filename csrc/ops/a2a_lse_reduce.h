@@ -32,6 +32,8 @@
 //   release  (pull) the line of my flag on each owner says: I have read your payload of epoch e
 //   confirm  no fault was reported before the last read of staging
 //   leave    the last channel stores e
+// Where the lane gathers queries, `enter` also requires that T is that of the query that is open, if one is,
+// and `leave` closes it: in a whole round every peer has signalled, which it does after its attention.
 // T above max_round_rows runs as several rounds of about the same size, each with its own epoch, in one call.
 //
 // Why staging of two parities is enough: a rank writes parity(e) again in round e + 2, after `wait` of round
@@ -82,6 +84,7 @@ struct A2aLseReduceParams {
   uint64_t lse_in_row;     // offset of the LSEs in a plain row
   StagingLayout unpacked;  // packet: plain rows [1][slot][row] of this lane; else the same as staging
   int32_t stream_idx;
+  int32_t query_stream_idx = -1;  // of this lane's query_gather, or -1
   SymmView symm;
   ControlLayout control;
   WaitPolicy wait;

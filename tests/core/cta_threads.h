@@ -113,6 +113,9 @@ class Lanes {
     barrier();
     return value;
   }
+  Cta::Share share_of(int64_t num_bytes) const {
+    return {num_bytes * rank() / size(), num_bytes * (rank() + 1) / size()};
+  }
 
  private:
   void barrier() const { cta_.state()->group_barriers[group()].wait(kGroupThreads); }

@@ -1,0 +1,97 @@
+// Kernels and launches of kv_gather; the specification is in the header.
+#include "ops/kv_gather.h"
+
+#include "arch/target.h"
+#include "core/broadcast.h"
+#include "core/channel.h"
+#include "core/fp8.h"
+
+namespace dcp::DCP_NS {
+namespace {
+
+using Lanes = arch::Lanes<32>;
+
+DCP_FN uint64_t chunk_row(const KvGatherParams& p, int64_t row) {
+  return p.buffer_offset + p.buffer_idx * p.buffer_bytes + uint64_t(row * p.row_bytes);
+}
+
+// Step `publish`: this channel's rows into the buffers of all ranks.
+DCP_FN void publish(const arch::Cta& cta, const KvGatherParams& p, const arch::PeerStores& stores) {
+  const Lanes lanes(cta);
+  const Broadcast broadcast(p.buffers, stores);
+  const int num_channels = p.control.num_channels;
+  for (int64_t i = cta.index() + int64_t(num_channels) * lanes.group(); i < p.num_source_rows;
+       i += int64_t(num_channels) * lanes.num_groups()) {
+    const int64_t row = p.source_rows[i], block = row / p.block_size;
+    const char* from = static_cast<const char*>(p.cache) + block * p.block_stride +
+                       (row - block * p.block_size) * p.row_stride;
+    broadcast.copy(lanes, chunk_row(p, p.final_rows[i]), from, p.row_bytes);
+  }
+}
+
+// Step `convert`: this channel's rows of the chunk, to the caller's tensor.
+DCP_FN void convert(const arch::Cta& cta, const KvGatherParams& p) {
+  const Lanes lanes(cta);
+  const float scale = *p.scale;
+  const int num_channels = p.control.num_channels;
+  for (int64_t row = cta.index() + int64_t(num_channels) * lanes.group(); row < p.num_rows;
+       row += int64_t(num_channels) * lanes.num_groups()) {
+    const Float8E4M3* from = symm_own<const Float8E4M3>(p.buffers, chunk_row(p, row));
+    BFloat16* to = reinterpret_cast<BFloat16*>(static_cast<char*>(p.out) + row * p.out_stride);
+    for (int64_t i = lanes.rank(); i < p.row_bytes; i += lanes.size()) {
+      to[i] = arch::from_float<BFloat16>(from_e4m3(from[i]) * scale);
+    }
+  }
+}
+
+struct StartKernel {
+  using Params = KvGatherParams;
+  struct Shared {};
+
+  static DCP_FN Status run(const arch::Cta& cta, const Params& p) {
+    Channel channel(cta, p.symm, p.control, p.wait, p.stream_idx, p.call, Phase::kStart);
+    Status status = channel.enter();
+    if (status == Status::kOk) status = channel.acquire(p.buffer_idx);
+    if (status == Status::kOk) {
+      const int64_t num_bytes = p.num_source_rows / p.control.num_channels * p.row_bytes;
+      const arch::PeerStores stores(channel.store_hint(), num_bytes);  // times the copies: after the wait
+      publish(cta, p, stores);
+      channel.lend(p.buffer_idx);
+      channel.signal_all(p.buffers);
+      stores.finish(cta);
+    }
+    channel.leave(status);
+    return status;
+  }
+};
+
+struct WaitKernel {
+  using Params = KvGatherParams;
+  struct Shared {};
+
+  static DCP_FN Status run(const arch::Cta& cta, const Params& p) {
+    Channel channel(cta, p.symm, p.control, p.wait, p.stream_idx, p.call, Phase::kWait);
+    Status status = channel.enter();
+    if (status == Status::kOk) {
+      channel.release_previous();
+      const bool converts = p.out != nullptr;
+      status = channel.wait(converts);
+      if (status == Status::kOk) {
+        arch::broadcast_arrived(p.buffers.multicast != 0);
+        if (converts) convert(cta, p);
+        status = converts ? channel.confirm_reads() : channel.confirm();
+      }
+    }
+    channel.leave(status);
+    return status;
+  }
+};
+
+Status start(const KvGatherParams& p, const Launch& launch) { return arch::launch<StartKernel>(p, launch); }
+Status wait(const KvGatherParams& p, const Launch& launch) { return arch::launch<WaitKernel>(p, launch); }
+
+}  // namespace
+
+KvGatherFns kv_gather() { return {start, wait}; }
+
+}  // namespace dcp::DCP_NS
