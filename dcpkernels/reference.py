@@ -1,4 +1,5 @@
-"""The truth for every op, for all ranks at once, in plain torch and fp64. Shares no code with any kernel.
+"""The truth for every op, for all ranks at once, in plain torch: merges in fp64, gathers byte by byte. Shares no code
+with any kernel, nor with KVGatherPlan.
 
 Tests, demos and `self_check` compare against these functions. They are meant to be read, not to be fast.
 """
@@ -6,11 +7,15 @@ Tests, demos and `self_check` compare against these functions. They are meant to
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from dcpkernels.errors import DcpInvalidArgument
+
+# What query_gather takes to fp8.
+SCALABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class MergeWeights(NamedTuple):
@@ -130,6 +135,136 @@ def _rows_with_tokens(
     return rows
 
 
-def _require(holds: bool, what: str, given: object) -> None:
+def query_gather(
+    queries: Sequence[torch.Tensor | Sequence[torch.Tensor]], *, scale: float | None = None
+) -> torch.Tensor:
+    """Puts the heads of all ranks side by side.
+
+    Args:
+        queries: one entry a rank, W in all: [T, H/W, Dq], or a tuple of parts [T, H/W, d_j] that are concatenated in
+            the last dim, sum d_j = Dq. The same shapes and dtype on all ranks; any dtype, float8 too.
+        scale: None, or a number above 0: then queries are fp32, fp16 or bf16, and the result is float8_e4m3fn,
+
+                e4m3(clamp(q / scale, -448, 448))
+
+            of q and scale as fp32, rounded to nearest even as torch does it. NaN stays NaN.
+
+    Returns:
+        [T, H, Dq], rank r's heads at r * H/W. Without scale every byte is that of the input.
+
+    Raises:
+        DcpInvalidArgument: shapes or dtypes that do not fit together, or a scale that is not above 0 and finite.
+    """
+    op = "query_gather"
+    ranks = [(query,) if isinstance(query, torch.Tensor) else tuple(query) for query in queries]
+    _require(len(ranks) >= 1, "there must be at least one rank", len(ranks), op)
+    _require(len(ranks[0]) >= 1, "there must be at least one part", len(ranks[0]), op)
+    dtype = ranks[0][0].dtype
+    for r, parts in enumerate(ranks):
+        shapes = [tuple(part.shape) for part in parts]
+        expected = [tuple(part.shape) for part in ranks[0]]
+        _require(
+            all(len(shape) == 3 and shape[:2] == shapes[0][:2] for shape in shapes),
+            f"queries[{r}] must be [T, H/W, Dq], or parts of it that differ in the last dim only",
+            shapes,
+            op,
+        )
+        _require(shapes == expected, f"queries[{r}] must have the shapes of rank 0, {expected}", shapes, op)
+        dtypes = [part.dtype for part in parts]
+        _require(set(dtypes) == {dtype}, f"queries[{r}] must be {dtype} as on rank 0", dtypes, op)
+
+    out = torch.cat([torch.cat([_as_bytes(part) for part in parts], dim=2) for parts in ranks], dim=1).view(dtype)
+    if scale is None:
+        return out
+    _require(dtype in SCALABLE, f"queries with a scale must be one of {SCALABLE}", dtype, op)
+    return (out.float() / _scale(scale, out, op)).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def kv_gather(
+    kv_caches: Sequence[torch.Tensor],
+    context_lens: torch.Tensor | Sequence[int],
+    block_tables: Sequence[torch.Tensor | Sequence[Sequence[int]]],
+    *,
+    chunk_size: int,
+    chunk_idx: int,
+    interleave: int = 1,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """One chunk of context, in sequence order, out of caches that are sharded by token.
+
+    The tokens of all requests follow each other, request after request, position after position, without padding;
+    chunk i is rows i * chunk_size .. of that, at most chunk_size of them. Runs of I = interleave positions are dealt
+    out to the W ranks in turn; a rank's tokens of a request fill its blocks in order.
+
+    Args:
+        kv_caches: [num_blocks, block_size, Dkv] of each rank, W in all; any dtype, float8 too. num_blocks may differ.
+        context_lens: [S] tokens of each request, on all ranks together.
+        block_tables: [S, max_blocks] of each rank: entry k is the block with local tokens k * block_size .. of the
+            request. Entries past the rank's last token are not looked at.
+        scale: None, or a number above 0: then the caches are float8_e4m3fn, and the result is bfloat16,
+
+                bf16(kv * scale)
+
+            of kv and scale as fp32.
+
+    Returns:
+        [rows, Dkv]. Without scale every byte is that of the cache.
+
+    Raises:
+        DcpInvalidArgument: shapes or dtypes that do not fit together, a chunk_idx that is none, a negative block, or a
+            scale that is not above 0 and finite. A block table that is too short is an IndexError.
+    """
+    op = "kv_gather"
+    num_ranks = len(kv_caches)
+    _require(num_ranks >= 1, "there must be at least one rank", num_ranks, op)
+    dtype = kv_caches[0].dtype
+    for r, cache in enumerate(kv_caches):
+        _require(cache.dim() == 3, f"kv_caches[{r}] must be [num_blocks, block_size, Dkv]", tuple(cache.shape), op)
+        rule = f"kv_caches[{r}] must have rank 0's block_size and Dkv, {list(kv_caches[0].shape[1:])}"
+        _require(cache.shape[1:] == kv_caches[0].shape[1:], rule, list(cache.shape[1:]), op)
+        _require(cache.dtype == dtype, f"kv_caches[{r}] must be {dtype} as on rank 0", cache.dtype, op)
+    _require(len(block_tables) == num_ranks, f"block_tables must be those of {num_ranks} ranks", len(block_tables), op)
+    lens = [int(n) for n in context_lens]
+    _require(min(lens, default=0) >= 0, "context_lens must be at least 0", lens, op)
+    for r, table in enumerate(block_tables):
+        _require(len(table) == len(lens), f"block_tables[{r}] must have {len(lens)} rows", len(table), op)
+    _require(chunk_size >= 1, "chunk_size must be at least 1", chunk_size, op)
+    _require(interleave >= 1, "interleave must be at least 1", interleave, op)
+    first, end = chunk_idx * chunk_size, min((chunk_idx + 1) * chunk_size, sum(lens))
+    _require(0 <= first < end, f"chunk_idx must be that of a chunk of {sum(lens)} rows", chunk_idx, op)
+
+    caches = [_as_bytes(cache) for cache in kv_caches]
+    block_size = caches[0].shape[1]
+    rows = []
+    before = 0  # rows of the requests so far
+    for s, n in enumerate(lens):
+        for p in range(max(first - before, 0), min(end - before, n)):
+            run, place = divmod(p, interleave)  # the run of positions that p is in
+            turn, owner = divmod(run, num_ranks)
+            block, offset = divmod(turn * interleave + place, block_size)
+            number = int(block_tables[owner][s][block])
+            _require(number >= 0, f"block_tables[{owner}][{s}][{block}] must be a block", number, op)
+            rows.append(caches[owner][number, offset])
+        before += n
+    out = torch.stack(rows).view(dtype)
+    if scale is None:
+        return out
+    _require(dtype == torch.float8_e4m3fn, "kv_caches with a scale must be torch.float8_e4m3fn", dtype, op)
+    return (out.float() * _scale(scale, out, op)).to(torch.bfloat16)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of each row, in the last dim: torch moves float8 with few of its functions, bytes with all."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _scale(scale: float, like: torch.Tensor, op: str) -> torch.Tensor:
+    """As a tensor: torch on a GPU divides by a Python number as it multiplies by the reciprocal, which rounds twice."""
+    tensor = torch.tensor(float(scale), dtype=torch.float32, device=like.device)
+    _require(0 < tensor.item() < math.inf, "scale must be above 0 and finite in fp32", scale, op)
+    return tensor
+
+
+def _require(holds: bool, what: str, given: object, op: str = "a2a_lse_reduce") -> None:
     if not holds:
-        raise DcpInvalidArgument(f"reference.a2a_lse_reduce: {what} (got {given!r})")
+        raise DcpInvalidArgument(f"reference.{op}: {what} (got {given!r})")
