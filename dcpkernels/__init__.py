@@ -24,12 +24,14 @@ from dcpkernels.errors import (
 
 if TYPE_CHECKING:
     from dcpkernels.config import WorkspaceConfig, WorkspaceSize
+    from dcpkernels.kv_gather_plan import KVGatherPlan
     from dcpkernels.ops.a2a_lse_reduce import a2a_lse_reduce
     from dcpkernels.workspace import Workspace
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "KVGatherPlan": "dcpkernels.kv_gather_plan",
     "Workspace": "dcpkernels.workspace",
     "WorkspaceConfig": "dcpkernels.config",
     "WorkspaceSize": "dcpkernels.config",
@@ -45,6 +47,7 @@ __all__ = [
     "DcpPeerLost",
     "DcpTimeout",
     "DcpUnsupported",
+    "KVGatherPlan",
     "Workspace",
     "WorkspaceConfig",
     "WorkspaceSize",

@@ -30,6 +30,7 @@ PACKAGE_LAYERS = {
     "env": LEAVES,
     "layout": LEAVES,
     "region_layout": LEAVES,
+    "kv_gather_plan": LEAVES,
     "reference": LEAVES,
     "_check": LEAVES,
     "_backend": LEAVES | {"region_layout"},
