@@ -176,6 +176,14 @@ def _fail_in_create(group, victim, where, timeout_s):
             init = die
         elif where == "late":
             init = lambda address: time.sleep(timeout_s + 1)
+        elif where == "late at the last step":
+            exchange_fds = Mesh.exchange_fds
+
+            def exchange_and_sleep(*arguments, **keywords):
+                exchange_fds(*arguments, **keywords)
+                time.sleep(timeout_s + 1)
+
+            Mesh.exchange_fds = exchange_and_sleep
         elif where == "Ctrl-C":
 
             def init(address):
@@ -192,7 +200,7 @@ def _fail_in_create(group, victim, where, timeout_s):
 
 
 def _survivors(where, victim, timeout_s=20.0):
-    dead = {} if where in ("late", "Ctrl-C") else {victim: -9}
+    dead = {} if where.startswith("late") or where == "Ctrl-C" else {victim: -9}
     results = run_ranks(_fail_in_create, 5, victim, where, timeout_s, mode="process", expect_exit=dead)
     return [result for rank, result in enumerate(results) if rank != victim], results[victim]
 
@@ -216,10 +224,12 @@ def test_a_death_before_connecting_is_an_error_that_names_the_step(where):
         assert issubclass(cls, DcpError) and text.startswith(f"workspace: {where}") and seconds < 4
 
 
-def test_a_late_rank_is_named_and_raises_too():
-    survivors, late = _survivors("late", 3, timeout_s=1.0)
-    assert {(cls, ranks) for cls, _, ranks, _ in [*survivors, late]} == {(DcpTimeout, (3,))}
-    assert all(text.startswith("workspace: create region: no answer from rank 3") for _, text, *_ in survivors)
+@pytest.mark.parametrize(("where", "step"), [("late", "create region"), ("late at the last step", "map peers")])
+def test_a_late_rank_is_named_and_raises_too(where, step):
+    survivors, late = _survivors(where, 3, timeout_s=1.0)
+    everybody = [*survivors, late]
+    assert {(cls, ranks) for cls, _, ranks, _ in everybody} == {(DcpTimeout, (3,))}
+    assert all(text.startswith(f"workspace: {step}: no answer from rank 3") for _, text, *_ in everybody)
     assert all(seconds < 3 for *_, seconds in survivors)
 
 

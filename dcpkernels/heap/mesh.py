@@ -130,7 +130,16 @@ class Mesh:
 
         deadline = Deadline(timeout_s)
         self._exchange(lambda sock, peer: sockets.send(sock, peer, message, deadline), keep, deadline)
+        self._heed_timeouts()
         return gathered
+
+    def _heed_timeouts(self) -> None:
+        # A late rank finds every answer that it wants, and only behind one the word that its sender has given up. At
+        # the last step nothing would be read after that, and the rank would be alone with its success.
+        for sock in self._peers.values():
+            message = sockets.peek(sock)
+            if message[:1] == _ABORT and type(cause := restore(pickle.loads(message[1:]))) is DcpTimeout:
+                raise cause
 
     def exchange_regions(self, region: Any, *, timeout_s: float = 0.0) -> None:
         return None

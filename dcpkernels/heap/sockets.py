@@ -150,6 +150,14 @@ def read(sock: socket.socket, fds: list[int] | None = None) -> bytes | None:
         return message
 
 
+def peek(sock: socket.socket) -> bytes:
+    """The message that `read` would give, which stays where it is; b"" also when there is none."""
+    try:
+        return sock.recv(MAX_MESSAGE, socket.MSG_PEEK)
+    except OSError:
+        return b""
+
+
 def send(sock: socket.socket, peer: int, message: bytes, deadline: Deadline, fd: int | None = None) -> None:
     """Sends a message to rank `peer`, with a descriptor if given. Raises DcpPeerLost, DcpTimeout or OSError."""
     ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
