@@ -40,6 +40,11 @@ VARIABLES = (
         "the configuration's first_call_timeout_s",
         "the same for the first call of each stream; replaces WorkspaceConfig.first_call_timeout_s",
     ),
+    Variable(
+        "DCPKERNELS_READ_ONLY_VIEWS",
+        "0",
+        "1: gathered views are mapped read-only, so that a write into one is a SIGSEGV at the writing instruction",
+    ),
 )
 
 
@@ -60,6 +65,15 @@ def timeout_s() -> float | None:
 def first_call_timeout_s() -> float | None:
     """The same for the waits of the first call."""
     return _seconds("DCPKERNELS_FIRST_CALL_TIMEOUT_S")
+
+
+def read_only_views() -> bool:
+    """Whether views of shared memory are to be mapped read-only, to find who writes into one."""
+    name = "DCPKERNELS_READ_ONLY_VIEWS"
+    value = os.environ.get(name, "").strip() or "0"
+    if value not in ("0", "1"):
+        raise DcpInvalidArgument(f"{name}: must be 0 or 1 (got {value!r})")
+    return value == "1"
 
 
 def _seconds(name: str) -> float | None:

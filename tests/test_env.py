@@ -21,6 +21,7 @@ def test_defaults():
     assert env.cpu_isa() == "auto"
     assert env.timeout_s() is None
     assert env.first_call_timeout_s() is None
+    assert env.read_only_views() is False
 
 
 def test_values(monkeypatch):
@@ -28,12 +29,16 @@ def test_values(monkeypatch):
     monkeypatch.setenv("DCPKERNELS_TIMEOUT_S", "0")
     monkeypatch.setenv("DCPKERNELS_FIRST_CALL_TIMEOUT_S", "2.5")
     assert (env.cpu_isa(), env.timeout_s(), env.first_call_timeout_s()) == ("v3", 0.0, 2.5)
+    for text, expected in (("1", True), ("0", False), (" 1 ", True)):
+        monkeypatch.setenv("DCPKERNELS_READ_ONLY_VIEWS", text)
+        assert env.read_only_views() is expected
 
 
 def test_empty_is_not_set(monkeypatch):
     for variable in env.VARIABLES:
         monkeypatch.setenv(variable.name, "")
     assert (env.cpu_isa(), env.timeout_s(), env.first_call_timeout_s()) == ("auto", None, None)
+    assert env.read_only_views() is False
 
 
 @pytest.mark.parametrize("text", ["-1", "nan", "inf", "soon"])
@@ -51,6 +56,13 @@ def test_bad_isa(monkeypatch):
     monkeypatch.setenv("DCPKERNELS_CPU_ISA", "avx2")
     with pytest.raises(DcpInvalidArgument, match="^DCPKERNELS_CPU_ISA: .*v4, v3, baseline.*got 'avx2'"):
         env.cpu_isa()
+
+
+@pytest.mark.parametrize("text", ["2", "-1", "yes", "true", "01"])
+def test_bad_switch(monkeypatch, text):
+    monkeypatch.setenv("DCPKERNELS_READ_ONLY_VIEWS", text)
+    with pytest.raises(DcpInvalidArgument, match=f"^DCPKERNELS_READ_ONLY_VIEWS: must be 0 or 1 .got '{text}'"):
+        env.read_only_views()
 
 
 def test_the_table_lists_exactly_what_is_read():
