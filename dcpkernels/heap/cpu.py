@@ -1,4 +1,4 @@
-"""The CPU heap: every rank's region, mapped by every rank of one host.
+"""The CPU heap: every rank's region, mapped by every rank of one host; and one more for the group, where asked for.
 
 Setting up takes these steps. Each ends in a group verdict, so that it succeeds on all ranks or raises the
 same on all:
@@ -7,6 +7,7 @@ same on all:
 2. `connect`: a socket between every two ranks. Later verdicts go over these, where a death shows at once.
 3. `create region`: a sealed file whose pages all exist, mapped and filled by `init`.
 4. `map peers`: descriptors go over the sockets; thread ranks hand over the mapping itself.
+5. Two more for the shared region (heap/shared.py).
 
 Nothing has a name in a file system, so a process that is killed leaves nothing behind.
 """
@@ -24,7 +25,8 @@ from dcpkernels.heap import memory, sockets
 from dcpkernels.heap.group import Deadline, Group
 from dcpkernels.heap.mesh import Mesh, gave_up
 from dcpkernels.heap.region import Region, check_file, collapse, create_file
-from dcpkernels.heap.verdict import agree, require_same
+from dcpkernels.heap.shared import SharedRegion
+from dcpkernels.heap.verdict import agree, attempt, require_same
 
 _OP = "workspace"  # the collective call that users know; heads every text
 
@@ -39,6 +41,7 @@ class _Card:
     limits: list[memory.Limit]
     payload: dict[str, Any]
     nbytes: int
+    shared_nbytes: int
     address: sockets.Address | None  # None for thread ranks
 
 
@@ -50,6 +53,7 @@ class _Held:
         self.mesh: Mesh | None = None
         self.file = -1
         self.regions: list[Region] = []  # the own one first
+        self.shared = SharedRegion()
 
     def close_sockets(self) -> None:
         if self.listener is not None:
@@ -66,29 +70,34 @@ class _Held:
         """Local, never blocks, may be called again."""
         self.close_sockets()
         self.close_file()
+        self.shared.release()
         while self.regions:
             self.regions.pop().release()
 
 
 class CpuHeap:
     """One region per rank. `bases[r]` is where rank r's region starts in this process; `nbytes` is the size
-    of each.
+    of each. Besides, where asked for, one shared region of `shared_nbytes` for the whole group: `shared_base` is
+    where this process reads and writes it, 0 when there is none.
 
     `socket_fds[r]` is the socket to rank r's process, -1 for the own rank and for thread ranks. End of file
     on it means that the process is gone or has closed its heap: what it wrote before is in memory, nothing
-    more will come. Once closed, `bases` is empty and `socket_fds` is all -1.
+    more will come. Once closed, `bases` is empty, `shared_base` is 0 and `socket_fds` is all -1.
     """
 
     rank: int
     num_ranks: int
     nbytes: int
+    shared_nbytes: int
     bases: list[int]
+    shared_base: int
     socket_fds: list[int]
 
-    def __init__(self, rank: int, num_ranks: int, nbytes: int, bases: list[int], held: _Held) -> None:
+    def __init__(self, rank: int, card: _Card, bases: list[int], held: _Held) -> None:
         """For `create` only."""
-        self.rank, self.num_ranks, self.nbytes, self.bases = rank, num_ranks, nbytes, bases
-        self.socket_fds = held.mesh.socket_fds if held.mesh is not None else [-1] * num_ranks
+        self.rank, self.num_ranks, self.bases = rank, len(bases), bases
+        self.nbytes, self.shared_nbytes, self.shared_base = card.nbytes, card.shared_nbytes, held.shared.address
+        self.socket_fds = held.mesh.socket_fds if held.mesh is not None else [-1] * self.num_ranks
         self._held = held
         self._finalizer = weakref.finalize(self, held.release)
         # At exit the operating system releases everything, also while other threads still use the memory.
@@ -100,13 +109,17 @@ class CpuHeap:
         group: Group,
         nbytes: int,
         *,
+        shared_nbytes: int = 0,
         init: Callable[[int], None],
         payload: dict[str, Any],
         timeout_s: float,
+        read_only_views: bool = False,
     ) -> CpuHeap:
         """Collective. Every rank gets `nbytes` (the same on all) of zeroed shared memory, and everybody's
-        mapping.
+        mapping; and all together get `shared_nbytes` (the same on all, 0 = none), zeroed and mapped by each.
 
+        `read_only_views`, local to a rank: `shared_memory` gives a second mapping that cannot be written, so that a
+        caller who writes into it dies of SIGSEGV there and then, instead of spoiling what the peers read.
         `init(address)` fills the own region before any other rank can see it. `payload` holds what must be
         equal on all ranks, as plain data. `timeout_s` bounds the whole call, 0 = for ever.
 
@@ -116,7 +129,7 @@ class CpuHeap:
         """
         held = _Held()
         try:
-            return cls._create(group, nbytes, init, payload, timeout_s, held)
+            return cls._create(group, nbytes, shared_nbytes, init, payload, timeout_s, read_only_views, held)
         except BaseException as error:
             if held.mesh is not None:
                 held.mesh.abort(gave_up(group.rank, error))
@@ -128,9 +141,11 @@ class CpuHeap:
         cls,
         group: Group,
         nbytes: int,
+        shared_nbytes: int,
         init: Callable[[int], None],
         payload: dict[str, Any],
         timeout_s: float,
+        read_only_views: bool,
         held: _Held,
     ) -> CpuHeap:
         rank, num_ranks, deadline = group.rank, group.num_ranks, Deadline(timeout_s)
@@ -139,12 +154,14 @@ class CpuHeap:
         def check() -> _Card:
             if nbytes <= 0:
                 raise DcpInvalidArgument(f"nbytes must be positive (got {nbytes})")
+            if shared_nbytes < 0:
+                raise DcpInvalidArgument(f"shared_nbytes must be at least 0 (got {shared_nbytes})")
             if num_ranks > 1 and not in_threads:
                 held.listener = sockets.Listener(backlog=num_ranks + 64)
             address = held.listener.address if held.listener else None
-            return _Card(*sockets.host_id(), os.geteuid(), memory.limits(), payload, nbytes, address)
+            return _Card(*sockets.host_id(), os.geteuid(), memory.limits(), payload, nbytes, shared_nbytes, address)
 
-        card, error = _attempt(check)
+        card, error = attempt(check)
         cards = agree(group, f"{_OP}: check", card, error, timeout_s=deadline.for_call())
         _judge(cards)
 
@@ -154,7 +171,7 @@ class CpuHeap:
             held.mesh = mesh
             # A part of the time is kept for the verdict, so that ranks can still say who did not come.
             most = Deadline(deadline.for_call() * 0.8)
-            _, error = _attempt(lambda: mesh.connect(listener, [card.address for card in cards], most))
+            _, error = attempt(lambda: mesh.connect(listener, [card.address for card in cards], most))
             if error is not None:
                 held.close_sockets()  # those who wait for this rank see it at once
             agree(group, f"{_OP}: connect", error=error, timeout_s=deadline.for_call())
@@ -163,11 +180,11 @@ class CpuHeap:
 
         def create_region() -> None:
             held.file = create_file(nbytes)
-            held.regions.append(Region(held.file, nbytes))
+            held.regions.append(Region.map_file(held.file, nbytes))
             collapse(held.regions[0].address, nbytes)  # before anybody else maps the file
             init(held.regions[0].address)
 
-        _, error = _attempt(create_region)
+        _, error = attempt(create_region)
         agree(speaking, f"{_OP}: create region", error=error, timeout_s=deadline.for_call())
 
         bases = [0] * num_ranks
@@ -175,7 +192,7 @@ class CpuHeap:
 
         def take_fd(peer: int, fd: int) -> None:
             check_file(fd, nbytes, peer)
-            held.regions.append(Region(fd, nbytes))
+            held.regions.append(Region.map_file(fd, nbytes))
             bases[peer] = held.regions[-1].address
 
         def map_peers() -> None:
@@ -189,16 +206,25 @@ class CpuHeap:
                         held.regions.append(region)
                         bases[peer] = region.address
 
-        _, error = _attempt(map_peers)
+        _, error = attempt(map_peers)
         # Also the moment from which every thread rank has retained every region: only now may one be
         # released.
         agree(speaking, f"{_OP}: map peers", error=error, timeout_s=deadline.for_call())
         held.close_file()
-        return cls(rank, num_ranks, nbytes, bases, held)
+        if shared_nbytes > 0:
+            held.shared.make(
+                _OP, speaking, held.mesh, shared_nbytes, read_only_views=read_only_views, deadline=deadline
+            )
+        return cls(rank, cards[rank], bases, held)
 
     def own_memory(self, offset: int, nbytes: int) -> Any:
         """A part of this rank's region as a writable buffer, which stays mapped as long as it is referred to."""
         return self._held.regions[0].memory(offset, nbytes)
+
+    def shared_memory(self, offset: int, nbytes: int) -> Any:
+        """A part of the shared region as a buffer, which stays mapped as long as it is referred to. Writable, unless
+        the heap was made with `read_only_views`."""
+        return self._held.shared.memory(offset, nbytes)
 
     def lost_peers(self) -> tuple[int, ...]:
         """Ranks whose process ended, or dropped its heap, without `close`. Never blocks. Never names thread ranks."""
@@ -211,6 +237,7 @@ class CpuHeap:
         May be called again. Not collective in the sense of a barrier: a peer that is still reading this
         rank's region does so through its own mapping, and a peer that is dead is not waited for.
         """
+        self.shared_base = 0
         self.bases.clear()  # nobody can find an address that is about to be unmapped
         try:
             if self._held.mesh is not None:
@@ -219,18 +246,10 @@ class CpuHeap:
             self._finalizer()
 
 
-def _attempt(step: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """The result of a local step, or its error for the verdict. Ctrl-C is not a step's error and goes through."""
-    try:
-        return step(), None
-    except Exception as error:
-        return None, error
-
-
 def _judge(cards: list[_Card]) -> None:
     """Every rank has the same cards, so every rank comes to the same error here, without another round."""
     require_same(_OP, [{"host (boot id)": card.boot, "network namespace": card.network} for card in cards])
     require_same(_OP, [{"user id": card.uid} for card in cards])
     require_same(_OP, [card.payload for card in cards])
-    require_same(_OP, [{"nbytes": card.nbytes} for card in cards])
-    memory.require(_OP, [card.limits for card in cards], cards[0].nbytes)
+    require_same(_OP, [{"nbytes": card.nbytes, "shared_nbytes": card.shared_nbytes} for card in cards])
+    memory.require(_OP, [card.limits for card in cards], cards[0].nbytes, cards[0].shared_nbytes)

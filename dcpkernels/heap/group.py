@@ -61,8 +61,8 @@ class Group(Protocol):
         ThreadSanitizer sees one location, not two. Raises as `all_gather_object` does.
         Process group: returns None at once, without talking to anybody; the heap then passes descriptors over
         sockets.
-        Either way the answer (None or a list) is the same on every rank. `region` may be None: a heap asks
-        with None only to learn the kind.
+        Either way the answer (None or a list) is the same on every rank. `region` may be None, from a rank that
+        has none to hand over; a heap asks with None on all ranks only to learn the kind.
         """
         ...
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dcpkernels.errors import DcpError
 
+SHARED_MAKER = 0  # the rank that allocates the memory that the group has once
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number close to 2**63
 
 
@@ -44,25 +45,30 @@ def limits(proc: str = "/proc") -> list[Limit]:
     return found
 
 
-def require(op: str, limits_by_rank: Sequence[Sequence[Limit]], nbytes: int) -> None:
-    """Raises DcpError, with the needed and the available bytes, unless `nbytes` for each rank fit under every
-    limit.
+def require(op: str, limits_by_rank: Sequence[Sequence[Limit]], nbytes: int, shared_nbytes: int = 0) -> None:
+    """Raises DcpError, with the needed and the available bytes, unless `nbytes` for each rank, and `shared_nbytes`
+    once, fit under every limit.
 
     `limits_by_rank` is every rank's `limits()`, gathered before any rank allocates; so all ranks judge alike.
     """
     page = os.sysconf("SC_PAGESIZE")
-    size = -(-nbytes // page) * page
+    size, shared_size = -(-nbytes // page) * page, -(-shared_nbytes // page) * page
     sharers: dict[tuple[int, ...], list[tuple[int, Limit]]] = {}
     for rank, own in enumerate(limits_by_rank):
         for limit in own:
             sharers.setdefault(limit.key, []).append((rank, limit))
     for users in sharers.values():
-        needed, available = len(users) * size, min(limit.available for _, limit in users)
+        ranks = [rank for rank, _ in users]
+        # A page is charged to who allocates it, however many map it: shared ones to the cgroups of the rank that makes
+        # them, and to the host, which that rank lives under as well.
+        shared = shared_size if SHARED_MAKER in ranks else 0
+        needed, available = len(users) * size + shared, min(limit.available for _, limit in users)
         if needed > available:
+            also = f" and a shared one of {shared} bytes" if shared else ""
             raise DcpError(
-                f"{op}: {users[0][1].label} must have room for {len(users)} regions of {size} bytes "
+                f"{op}: {users[0][1].label} must have room for {len(users)} regions of {size} bytes{also} "
                 f"({needed} bytes needed, {available} bytes available)",
-                ranks=[rank for rank, _ in users],
+                ranks=ranks,
             )
 
 

@@ -144,9 +144,11 @@ class Mesh:
     def exchange_regions(self, region: Any, *, timeout_s: float = 0.0) -> None:
         return None
 
-    def exchange_fds(self, fd: int, take: Callable[[int, int], None], deadline: Deadline) -> None:
+    def exchange_fds(
+        self, fd: int, take: Callable[[int, int], None], deadline: Deadline, *, only_from: int | None = None
+    ) -> None:
         """Sends `fd` to every peer; calls `take(peer, its_fd)` for each one that comes, and closes it
-        afterwards.
+        afterwards. With `only_from` that rank alone sends, and the others' `fd` is not looked at.
 
         Every peer's message is read even when `take` raises for one (the first error is raised at the end),
         so that the sockets are in step for the verdict that follows.
@@ -171,7 +173,7 @@ class Mesh:
             except Exception as error:
                 first.append(error)
 
-        self._exchange(send_one, open_one, deadline, with_fds=True)
+        self._exchange(send_one, open_one, deadline, with_fds=True, only_from=only_from)
         if first:
             raise first[0]
 
@@ -182,15 +184,17 @@ class Mesh:
         deadline: Deadline,
         *,
         with_fds: bool = False,
+        only_from: int | None = None,
     ) -> None:
         """Has one message sent to every peer, and hands one from each to `take`, as they come."""
+        senders = {*self._peers, self.rank} if only_from is None else {only_from}
         if self._failure is not None:
             raise self._failure
         try:
-            for peer, sock in self._peers.items():
+            for peer, sock in self._peers.items() if self.rank in senders else ():
                 with suppress(DcpPeerLost):  # what it said last is read below, and is the better error
                     send(sock, peer)
-            missing = set(self._peers)
+            missing = senders & set(self._peers)
             while missing:
                 fds: list[int] = []
                 try:

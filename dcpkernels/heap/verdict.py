@@ -6,7 +6,7 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dcpkernels import errors
@@ -14,6 +14,14 @@ from dcpkernels.errors import DcpError, DcpTimeout, DcpUnsupported
 from dcpkernels.heap.group import Group
 
 _MAX_TEXT = 2000  # characters of one error that travel; the rank that failed logs or raises the rest itself
+
+
+def attempt(step: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """The result of a local step, or its error for `agree`. Ctrl-C is not a step's error and goes through."""
+    try:
+        return step(), None
+    except Exception as error:
+        return None, error
 
 
 def agree(
