@@ -17,7 +17,10 @@ STATUS_NO_MEMORY: int
 STATUS_CLOSED: int
 STATUS_STALE_BUFFER: int
 STATUS_CHANNELS_MISSING: int
+STATUS_NOT_STARTED: int
+STATUS_NOT_WAITED: int
 NO_ADDRESS: int
+MAX_QUERY_PARTS: int
 built_variants: list[str]
 runnable_variants: list[str]
 
@@ -40,6 +43,8 @@ class Endpoint:
         *,
         rank: int,
         bases: list[int],
+        gather_bases: list[int],
+        multicast: int,
         socket_fds: list[int],
         control: ControlLayout,
         timeout_ns: int,
@@ -78,6 +83,7 @@ class A2aLseReduceGeometry:
         buffer_bytes: int,
         all_buffers_offset: int,
         all_buffers_bytes: int,
+        query_stream_idx: int,
     ) -> None: ...
 
 class A2aLseReducePlan:
@@ -128,5 +134,79 @@ class A2aLseReduceExchange:
     def merge(self, receive: int, first_row: int, num_rows: int) -> None: ...
     def discard(self) -> None: ...
 
+class QueryGatherPlan:
+    def __init__(
+        self,
+        *,
+        endpoint: Endpoint,
+        lane: int,
+        stream_idx: int,
+        num_local_heads: int,
+        max_round_rows: int,
+        buffer_offset: int,
+        buffer_bytes: int,
+        dtype: int,
+        source_dtype: int,
+        num_tokens: int,
+        head_bytes: int,
+        parts: list[tuple[int, int, int, int]],
+        out: tuple[int, int] | None,
+        releases: bool,
+    ) -> None: ...
+    def __call__(self, parts: list[int], out: int, scale: int, scale_value: float) -> int: ...
+    def run_in_threads(
+        self,
+        parallel_for: Callable[[int, Callable[[int, int], None]], None],
+        parts: list[int],
+        out: int,
+        scale: int,
+        scale_value: float,
+    ) -> int: ...
+
+class KvGatherSource:
+    def __init__(
+        self,
+        *,
+        cache: int,
+        block_size: int,
+        block_stride: int,
+        row_stride: int,
+        row_bytes: int,
+        source_rows: int,
+        final_rows: int,
+        num_source_rows: int,
+    ) -> None: ...
+
+class KvGatherLane:
+    def __init__(
+        self, *, endpoint: Endpoint, lane: int, stream_idx: int, buffer_offset: int, buffer_bytes: int
+    ) -> None: ...
+    @property
+    def buffer_idx(self) -> int: ...
+    def start(self, source: KvGatherSource, chunk_idx: int, plan_digest: int) -> int: ...
+    def start_in_threads(
+        self,
+        parallel_for: Callable[[int, Callable[[int, int], None]], None],
+        source: KvGatherSource,
+        chunk_idx: int,
+        plan_digest: int,
+    ) -> int: ...
+    def wait(
+        self, chunk_idx: int, plan_digest: int, num_rows: int, out: int, out_stride: int, scale: int, scale_value: float
+    ) -> int: ...
+    def wait_in_threads(
+        self,
+        parallel_for: Callable[[int, Callable[[int, int], None]], None],
+        chunk_idx: int,
+        plan_digest: int,
+        num_rows: int,
+        out: int,
+        out_stride: int,
+        scale: int,
+        scale_value: float,
+    ) -> int: ...
+
+def query_descriptor(*, lane: int, dtype: int, has_out: bool, num_tokens: int) -> int: ...
+def chunk_descriptor(*, lane: int, buffer_idx: int, chunk_idx: int, plan_digest: int) -> int: ...
 def call_descriptor(*, op: int, lane: int, dtype: int, lse_base: int, num_tokens: int) -> int: ...
 def init_region(base: int, control: ControlLayout, num_ranks: int, start_epoch: int) -> None: ...

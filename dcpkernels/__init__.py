@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from dcpkernels.config import WorkspaceConfig, WorkspaceSize
     from dcpkernels.kv_gather_plan import KVGatherPlan
     from dcpkernels.ops.a2a_lse_reduce import a2a_lse_reduce
+    from dcpkernels.ops.kv_gather import kv_gather, kv_gather_start, kv_gather_wait
+    from dcpkernels.ops.query_gather import query_gather, release_query
     from dcpkernels.workspace import Workspace
 
 __version__ = "0.1.0"
@@ -35,8 +37,13 @@ _HOMES = {
     "Workspace": "dcpkernels.workspace",
     "WorkspaceConfig": "dcpkernels.config",
     "WorkspaceSize": "dcpkernels.config",
-    # The op shares its name with the module under ops/; this is the function.
+    # Ops share their names with the modules under ops/; these are the functions.
     "a2a_lse_reduce": "dcpkernels.ops.a2a_lse_reduce",
+    "kv_gather": "dcpkernels.ops.kv_gather",
+    "kv_gather_start": "dcpkernels.ops.kv_gather",
+    "kv_gather_wait": "dcpkernels.ops.kv_gather",
+    "query_gather": "dcpkernels.ops.query_gather",
+    "release_query": "dcpkernels.ops.query_gather",
 }
 
 __all__ = [
@@ -53,6 +60,11 @@ __all__ = [
     "WorkspaceSize",
     "__version__",
     "a2a_lse_reduce",
+    "kv_gather",
+    "kv_gather_start",
+    "kv_gather_wait",
+    "query_gather",
+    "release_query",
 ]
 
 

@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NoReturn
 
 import torch
 
-from dcpkernels.errors import DcpInvalidArgument
+from dcpkernels.errors import DcpInvalidArgument, DcpUnsupported
 
 # csrc/core/types.h: DType and LseBase.
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+# What a gather can move: bytes, but the name of the type must be the same on all ranks.
+GATHER_DTYPE_CODES = {**DTYPE_CODES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
+MAX_QUERY_PARTS = 4  # csrc/ops/query_gather.h
+KV_ROW_ALIGNMENT = 16  # bytes; of a multicast store
 LSE_BASE_CODES = {"e": 0, "2": 1}
 
 
 def fail(op: str, rule: str, given: Any) -> NoReturn:
     raise DcpInvalidArgument(f"{op}: {rule} (got {given})")
+
+
+def open_impl(op: str, workspace: Any) -> Any:
+    """The backend of a Workspace, which must be open."""
+    if not hasattr(workspace, "_open_impl"):
+        fail(op, "workspace must be a dcpkernels.Workspace", type(workspace).__name__)
+    return workspace._open_impl(op)
+
+
+def has_part(op: str, has: bool, field: str) -> None:
+    if not has:
+        raise DcpUnsupported(f"{op}: the workspace must have been made with {field} (got 0)")
+
+
+def signature(value: torch.Tensor) -> tuple[Any, ...]:
+    """Everything of a tensor that a check looks at: a call whose like has been checked goes straight to C++."""
+    return value.shape, value.stride(), value.dtype, value.device, value.is_neg()
+
+
+def scale(op: str, value: Any, device: str) -> None:
+    if isinstance(value, torch.Tensor):
+        tensor(op, "scale", value, device=device)
+        dtype(op, "scale", value, (torch.float32,))
+        if value.numel() != 1:
+            fail(op, "scale must have one element", list(value.shape))
+    elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        fail(op, "scale must be a positive number or an fp32 tensor of one element", repr(value))
 
 
 def lane(op: str, value: Any, num_lanes: int) -> None:

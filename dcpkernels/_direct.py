@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from dcpkernels import _backend, _check
+from dcpkernels import _backend, _check, env
 from dcpkernels._channels import EachOnce, ParallelFor, ThreadPool
 from dcpkernels._faults import fault_error, lost_error
+from dcpkernels._gathers import DirectGathers
 from dcpkernels.config import WorkspaceConfig
 from dcpkernels.errors import DcpError
 from dcpkernels.heap.cpu import CpuHeap
@@ -64,8 +65,11 @@ class DirectBackend:
             init=lambda base: module.init_region(base, control, group.num_ranks, config.start_epoch),
             payload=payload,
             timeout_s=deadline.for_call(),
+            shared_nbytes=layout.shared_num_bytes,
+            read_only_views=env.read_only_views(),
         )
         self.closed = False
+        self.started_chunks: dict[int, Any] = {}  # of kv_gather, by lane
         error = None
         try:
             self._start(group, control, isa, num_cpus, timeout_s, first_call_timeout_s, parallel_for)
@@ -94,6 +98,9 @@ class DirectBackend:
         self._endpoint = module.Endpoint(
             rank=group.rank,
             bases=self._heap.bases,
+            # On a CPU a store into the shared region is the multicast.
+            gather_bases=[self._heap.shared_base] * group.num_ranks if config.multicast else self._heap.bases,
+            multicast=self._heap.shared_base if config.multicast else 0,
             socket_fds=self._heap.socket_fds,
             control=control,
             timeout_ns=math.ceil(timeout_s * 1e9),
@@ -102,14 +109,20 @@ class DirectBackend:
             num_yields=num_yields,
             isa=isa,
         )
-        # A pool for each lane: calls of two lanes that shared one would keep each other's channels from running, and
+        # A pool for each stream: calls of two streams that shared one would keep each other's channels from running, and
         # ranks that start them in different orders would wait for each other.
         self._pools: list[ThreadPool] = []
         if parallel_for is None and config.num_channels > 1:
-            self._pools = [ThreadPool(config.num_channels) for _ in range(config.num_lanes)]
+            self._pools = [ThreadPool(config.num_channels) for _ in range(self._layout.num_streams)]
         self._parallel_for = parallel_for
         self._geometries = [self._geometry(lane) for lane in range(config.num_lanes)]
         self._buffers = [[self._buffer(lane, index) for index in (0, 1)] for lane in range(config.num_lanes)]
+        memory = self._heap.shared_memory if config.multicast else self._heap.own_memory
+        self.gathers = DirectGathers(module, self._endpoint, config, self._layout, memory, self._parallel_for_stream)
+
+    def _parallel_for_stream(self, stream_idx: int) -> ParallelFor | None:
+        parallel_for = self._pools[stream_idx] if self._pools else self._parallel_for
+        return None if parallel_for is None else EachOnce(parallel_for)
 
     @property
     def isa(self) -> str:
@@ -124,6 +137,16 @@ class DirectBackend:
     @property
     def num_bytes(self) -> int:
         return self._layout.num_bytes
+
+    @property
+    def multicast(self) -> str:
+        """Whether a gathered byte is stored once for all ranks, in words."""
+        layout = self._layout
+        if len(layout.ops) == 1:
+            return "no (nothing to broadcast)"
+        if not self._config.multicast:
+            return "no (not asked for)"
+        return f"yes (one region of {layout.shared_num_bytes / 2**20:.1f} MiB for all ranks)"
 
     # -- for the ops
 
@@ -155,15 +178,14 @@ class DirectBackend:
             buffer_bytes=layout.buffer_bytes,
             all_buffers_offset=parts["a2a_lse_reduce.partial_out"].offset,
             all_buffers_bytes=parts["a2a_lse_reduce.partial_out"].num_bytes,
+            query_stream_idx=layout.stream_idx("query_gather", lane) if "query_gather" in layout.ops else -1,
         )
 
     def a2a_lse_reduce_plan(self, lane: int, **call: Any) -> Callable[..., int]:
         """Runs calls of one shape: six addresses in, a status out."""
         plan = self._module.A2aLseReducePlan(endpoint=self._endpoint, geometry=self._geometries[lane], **call)
-        parallel_for = self._pools[lane] if self._pools else self._parallel_for
-        if parallel_for is None:
-            return plan
-        return functools.partial(plan.run_in_threads, EachOnce(parallel_for))
+        parallel_for = self._parallel_for_stream(self._layout.stream_idx("a2a_lse_reduce", lane))
+        return plan if parallel_for is None else functools.partial(plan.run_in_threads, parallel_for)
 
     def _buffer_offset(self, lane: int, index: int) -> int:
         return self._layout.parts["a2a_lse_reduce.partial_out"].offset + (2 * lane + index) * self._layout.buffer_bytes
@@ -215,6 +237,7 @@ class DirectBackend:
             raise DcpError("close: no call may be in flight (another thread is inside an op of this workspace)")
         self._fault, self.closed = fault, True  # the fault: for a thread that comes out of a faulted call only now
         self._buffers = []
+        self.gathers.close()
         for pool in self._pools:
             pool.close()
         self._heap.close(timeout_s=self._timeout_s if wait and fault is None else 0)

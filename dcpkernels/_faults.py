@@ -9,9 +9,9 @@ from dcpkernels.errors import DcpError, DcpMismatch, DcpPeerLost, DcpTimeout
 from dcpkernels.heap.verdict import rank_list
 
 # csrc/core/types.h: FaultKind, Op, DType, LseBase.
-TIMEOUT, MISMATCH, PEER_LOST, INTERRUPTED = 1, 2, 3, 4
-_OP_NAMES = {1: "a2a_lse_reduce"}
-_DTYPE_NAMES = {0: "float32", 1: "float16", 2: "bfloat16"}
+TIMEOUT, MISMATCH, PEER_LOST, INTERRUPTED, QUERY_OPEN, QUERY_ROWS = 1, 2, 3, 4, 5, 6
+A2A_LSE_REDUCE, QUERY_GATHER, RELEASE_QUERY, KV_GATHER = 1, 2, 3, 4
+_DTYPE_NAMES = {0: "float32", 1: "float16", 2: "bfloat16", 3: "float8_e4m3fn", 4: "float8_e5m2"}
 _LSE_BASE_NAMES = {0: "e", 1: "2"}
 
 
@@ -20,11 +20,18 @@ def describe_call(descriptor: int) -> str:
     if descriptor == 0:
         return "no call yet"
     op, lane = descriptor >> 56, descriptor >> 48 & 0xFF
-    dtype, base = descriptor >> 44 & 0xF, descriptor >> 40 & 0xF
-    return (
-        f"{_OP_NAMES.get(op, f'op {op}')}(num_tokens={descriptor & 0xFFFFFFFF}, dtype={_DTYPE_NAMES.get(dtype, dtype)}, "
-        f"lse_base={_LSE_BASE_NAMES.get(base, base)!r}, lane={lane})"
-    )
+    kind, detail, low = descriptor >> 44 & 0xF, descriptor >> 32 & 0xFFF, descriptor & 0xFFFFFFFF
+    dtype = _DTYPE_NAMES.get(kind, kind)
+    if op == A2A_LSE_REDUCE:
+        base = _LSE_BASE_NAMES.get(detail >> 8, detail >> 8)
+        return f"a2a_lse_reduce(num_tokens={low}, dtype={dtype}, lse_base={base!r}, lane={lane})"
+    if op == QUERY_GATHER:
+        return f"query_gather(num_tokens={low}, dtype={dtype}, {'out, ' if detail else ''}lane={lane})"
+    if op == RELEASE_QUERY:
+        return f"release_query(lane={lane})"
+    if op == KV_GATHER:
+        return f"kv_gather(chunk_idx={detail}, plan={low:08x}, buffer {kind}, lane={lane})"
+    return f"op {op}(lane={lane})"
 
 
 def fault_error(op: str, fault: dict[str, Any]) -> DcpError:
@@ -51,6 +58,17 @@ def fault_error(op: str, fault: dict[str, Any]) -> DcpError:
         return lost_error(op, ranks, where)
     if kind == INTERRUPTED:
         return DcpError(f"{op}: no rank may be interrupted inside a call (rank {reporter} was; {where})", ranks=ranks)
+    if kind == QUERY_OPEN:
+        text = f"{op}: the query gathered before must have been released, by a2a_lse_reduce or release_query ({where})"
+        return DcpError(text, ranks=ranks)
+    if kind == QUERY_ROWS:
+        calls = (
+            f"{describe_call(fault['my_call'])} after {describe_call(fault['peer_call'])}; "
+            if fault["has_record"]
+            else ""
+        )
+        text = f"{op}: a2a_lse_reduce after query_gather must have its number of tokens ({calls}{where})"
+        return DcpMismatch(text, ranks=ranks)
     return DcpError(f"{op}: a fault must have a known kind (got {kind}; {where})", ranks=ranks)
 
 

@@ -83,6 +83,7 @@ class CollectiveBackend:
             buffer_bytes=0,
             all_buffers_offset=0,
             all_buffers_bytes=0,
+            query_stream_idx=-1,
         )
 
     @property

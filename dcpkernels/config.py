@@ -35,6 +35,17 @@ class WorkspaceConfig:
         wire: "bulk" moves rows, then raises a flag; "packet" puts a flag into every packet, which saves a trip on some
             hardware; "auto" is what is faster on the device: bulk on a CPU. Results are equal in every bit.
         packet_bytes: size of a packet, with wire="packet": 8 (4 bytes of payload), 16 (12) or 128 (120).
+        query_head_dim: elements of one head of the query, Dq (576 for MLA: latent and rope), for `query_gather`; 0 = the
+            workspace gathers no query.
+        query_dtype: the largest type of a gathered query: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
+            Narrower ones fit too.
+        padded_num_heads: heads for which the query's buffer has room in each row, at least num_heads; 0 = num_heads.
+            For consumers that read up to 128 heads: the view has num_heads, the bytes behind its last row exist.
+        kv_chunk_rows: rows of the largest chunk of `kv_gather`; 0 = the workspace gathers no KV.
+        kv_dim: elements of one row of the KV cache (576 for MLA). Rows have a multiple of 16 bytes.
+        kv_dtype: the largest type of a row; as query_dtype.
+        multicast: a gathered byte is stored once for all ranks where the device can do that (on a CPU all ranks map one
+            physical buffer). False: each rank has buffers of its own, and every rank stores into each of them.
         timeout_s: seconds that a wait for another rank may take; 0 = for ever. DCPKERNELS_TIMEOUT_S replaces it.
         first_call_timeout_s: the same for the first call of a lane, and for making the workspace: ranks start at
             different times. DCPKERNELS_FIRST_CALL_TIMEOUT_S replaces it.
@@ -42,7 +53,7 @@ class WorkspaceConfig:
             the same bits.
         start_epoch: where the 64-bit epochs start, at least 2 in the low 32 bits; for tests of the wrap at 2**32.
 
-    num_channels, zero_copy, wire and packet_bytes have no effect on the collective backend.
+    num_channels, zero_copy, wire, packet_bytes and multicast have no effect on the collective backend.
 
     Raises:
         DcpInvalidArgument: a field has a value outside of these. On this rank, at once. (That heads divide by the ranks
@@ -58,15 +69,27 @@ class WorkspaceConfig:
     zero_copy: bool = False
     wire: str = "auto"
     packet_bytes: int = 8
+    query_head_dim: int = 0
+    query_dtype: torch.dtype = torch.bfloat16
+    padded_num_heads: int = 0
+    kv_chunk_rows: int = 0
+    kv_dim: int = 0
+    kv_dtype: torch.dtype = torch.bfloat16
+    multicast: bool = True
     timeout_s: float = 30.0
     first_call_timeout_s: float = 300.0
     cpu_isa: str | None = None
     start_epoch: int = 3
 
     def __post_init__(self) -> None:
-        if self.dtype not in _check.DTYPE_CODES:
-            allowed = ", ".join(_check.name_of(dtype) for dtype in _check.DTYPE_CODES)
-            raise DcpInvalidArgument(f"workspace: dtype must be one of {allowed} (got {self.dtype})")
+        for name, allowed in {
+            "dtype": _check.DTYPE_CODES,
+            "query_dtype": _check.GATHER_DTYPE_CODES,
+            "kv_dtype": _check.GATHER_DTYPE_CODES,
+        }.items():
+            if getattr(self, name) not in allowed:
+                names = ", ".join(_check.name_of(dtype) for dtype in allowed)
+                raise DcpInvalidArgument(f"workspace: {name} must be one of {names} (got {getattr(self, name)})")
         for name in ("timeout_s", "first_call_timeout_s"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 <= value <= env.MAX_TIMEOUT_S:
@@ -76,25 +99,42 @@ class WorkspaceConfig:
                 )
         # What the C++ side holds in 32 and 64 bits.
         limits = {
-            "num_heads": 2**31,
-            "head_dim": 2**31,
-            "max_num_tokens": 2**40,
-            "num_lanes": 257,
-            "num_channels": 1025,
-            "start_epoch": 2**63,
+            "num_heads": (1, 2**31),
+            "head_dim": (1, 2**31),
+            "max_num_tokens": (1, 2**40),
+            "num_lanes": (1, 257),
+            "num_channels": (1, 1025),
+            "start_epoch": (1, 2**63),
+            "query_head_dim": (0, 2**31),
+            "padded_num_heads": (0, 2**31),
+            "kv_chunk_rows": (0, 2**31),
+            "kv_dim": (0, 2**31),
         }
-        for name, limit in limits.items():
+        for name, (least, limit) in limits.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < limit:
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < limit:
                 raise DcpInvalidArgument(
-                    f"workspace: {name} must be a whole number in 1 .. {limit - 1} (got {value!r})"
+                    f"workspace: {name} must be a whole number in {least} .. {limit - 1} (got {value!r})"
                 )
+        if 0 < self.padded_num_heads < self.num_heads:
+            raise DcpInvalidArgument(
+                f"workspace: padded_num_heads must be 0 or at least num_heads={self.num_heads} (got {self.padded_num_heads})"
+            )
+        if (self.kv_chunk_rows > 0) != (self.kv_dim > 0):
+            given = f"{self.kv_chunk_rows} and {self.kv_dim}"
+            raise DcpInvalidArgument(f"workspace: kv_chunk_rows and kv_dim must be given together (got {given})")
+        if self.kv_dim * self.kv_dtype.itemsize % _check.KV_ROW_ALIGNMENT:
+            raise DcpInvalidArgument(
+                f"workspace: a row of kv_dim elements must have a multiple of {_check.KV_ROW_ALIGNMENT} bytes "
+                f"(got {self.kv_dim * self.kv_dtype.itemsize})"
+            )
         if self.wire not in WIRES:
             raise DcpInvalidArgument(f"workspace: wire must be one of {WIRES} (got {self.wire!r})")
         if not isinstance(self.packet_bytes, int) or self.packet_bytes not in PACKET_BYTES:
             raise DcpInvalidArgument(f"workspace: packet_bytes must be one of {PACKET_BYTES} (got {self.packet_bytes!r})")
-        if not isinstance(self.zero_copy, bool):
-            raise DcpInvalidArgument(f"workspace: zero_copy must be True or False (got {self.zero_copy!r})")
+        for name in ("zero_copy", "multicast"):
+            if not isinstance(getattr(self, name), bool):
+                raise DcpInvalidArgument(f"workspace: {name} must be True or False (got {getattr(self, name)!r})")
         if self.zero_copy and self.wire == "packet":
             raise DcpInvalidArgument('workspace: zero_copy must not come with wire="packet" (nothing would be sent)')
         if self.cpu_isa not in (None, *env.CPU_ISAS):
@@ -134,6 +174,11 @@ class WorkspaceConfig:
             num_channels=self.num_channels,
             zero_copy=self.zero_copy,
             packet_bytes=self.packet_bytes if self.wire == "packet" else 0,
+            query_head_bytes=self.query_head_dim * self.query_dtype.itemsize,
+            padded_num_heads=self.padded_num_heads,
+            kv_chunk_rows=self.kv_chunk_rows,
+            kv_row_bytes=self.kv_dim * self.kv_dtype.itemsize,
+            multicast=self.multicast,
         )
 
     def shared_fields(self) -> dict[str, str]:
@@ -143,7 +188,10 @@ class WorkspaceConfig:
 
 @dataclass(frozen=True)
 class WorkspaceSize:
-    """Bytes of one rank's region: `parts` by name, and `total` with the padding between them."""
+    """Bytes of one rank's region: `parts` by name, and `total` with the padding between them. The same of the region that
+    all ranks of a host share (config.multicast): `shared_parts` and `shared_total`, which exist once and not per rank."""
 
     parts: dict[str, int]
     total: int
+    shared_parts: dict[str, int]
+    shared_total: int

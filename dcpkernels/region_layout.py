@@ -26,7 +26,6 @@ NUM_PARITIES = 2
 # the same staging several times while it is there, instead of once through memory. Measured with 2 ranks of 96 heads,
 # D = 512, T = 64: 665 us in 4 rounds, 910 us in one.
 ROUND_BYTES = 1 << 20
-OPS = ("a2a_lse_reduce",)
 
 
 def align_up(value: int, alignment: int) -> int:
@@ -51,6 +50,9 @@ class RegionLayout:
         num_lanes: independent copies of staging, flags and epochs.
         num_channels: parts of a call that run on their own.
         zero_copy, packet_bytes: how payload travels (csrc/ops/a2a_lse_reduce.h).
+        query_head_bytes, padded_num_heads: of the buffer of query_gather; 0 bytes: there is none.
+        kv_chunk_rows, kv_row_bytes: of a buffer of kv_gather; 0 rows: there are none.
+        multicast: the buffers of the gathers lie once, in the shared region, instead of in every rank's.
     """
 
     num_ranks: int
@@ -62,6 +64,11 @@ class RegionLayout:
     num_channels: int = 1
     zero_copy: bool = False  # payload is read in the source's buffers, staging holds LSEs only
     packet_bytes: int = 0  # 0: plain rows; else staging rows are packets of so many bytes
+    query_head_bytes: int = 0
+    padded_num_heads: int = 0
+    kv_chunk_rows: int = 0
+    kv_row_bytes: int = 0
+    multicast: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "num_heads", "head_dim", "max_num_tokens", "num_lanes", "num_channels"):
@@ -79,8 +86,14 @@ class RegionLayout:
     # -- control words
 
     @property
+    def ops(self) -> tuple[str, ...]:
+        """That have epoch streams."""
+        gathers = {"query_gather": self.query_head_bytes > 0, "kv_gather": self.kv_chunk_rows > 0}
+        return ("a2a_lse_reduce", *(op for op, is_there in gathers.items() if is_there))
+
+    @property
     def num_streams(self) -> int:
-        return len(OPS) * self.num_lanes
+        return len(self.ops) * self.num_lanes
 
     @property
     def stream_bytes(self) -> int:
@@ -92,7 +105,7 @@ class RegionLayout:
         return NUM_PARITIES * self.num_channels * self.num_ranks * FLAG_BYTES
 
     def stream_idx(self, op: str, lane: int) -> int:
-        return OPS.index(op) * self.num_lanes + lane
+        return self.ops.index(op) * self.num_lanes + lane
 
     # -- staging of a2a_lse_reduce
 
@@ -144,26 +157,70 @@ class RegionLayout:
             return 0
         return align_up(self.max_num_tokens * self.num_heads * self.head_dim * self.item_bytes, PART_ALIGNMENT)
 
+    # -- buffers of the gathers
+
+    @property
+    def query_buffer_bytes(self) -> int:
+        """Of the buffer of one lane. Padded heads lie behind the last row: some kernels read past it."""
+        num_heads = max(self.num_heads, self.padded_num_heads)
+        return align_up(self.max_num_tokens * num_heads * self.query_head_bytes, PART_ALIGNMENT)
+
+    @property
+    def kv_buffer_bytes(self) -> int:
+        """Of one of the two buffers of a lane."""
+        return align_up(self.kv_chunk_rows * self.kv_row_bytes, PART_ALIGNMENT)
+
     # -- the whole
 
     @property
     def parts(self) -> dict[str, Part]:
-        """Name -> place, in order. Per-lane parts hold their lanes one after the other."""
+        """Name -> place in a rank's region, in order. Per-lane parts hold their lanes one after the other."""
+        return _placed(
+            {
+                "fault": FAULT_BYTES,
+                "streams": self.num_streams * self.stream_bytes,
+                "flags": self.num_streams * self.flags_bytes,
+                "a2a_lse_reduce.staging": self.num_lanes * self.staging_bytes,
+                "a2a_lse_reduce.unpacked": self.num_lanes * self.unpacked_bytes,
+                "a2a_lse_reduce.partial_out": self.num_lanes * 2 * self.buffer_bytes,
+                **({} if self.multicast else self._gather_sizes),
+            }
+        )
+
+    @property
+    def shared_parts(self) -> dict[str, Part]:
+        """The same of the region that all ranks share."""
+        return _placed(self._gather_sizes if self.multicast else {})
+
+    @property
+    def gather_parts(self) -> dict[str, Part]:
+        """Where the buffers of the gathers lie, in the one or the other."""
+        return self.shared_parts if self.multicast else self.parts
+
+    @property
+    def _gather_sizes(self) -> dict[str, int]:
         sizes = {
-            "fault": FAULT_BYTES,
-            "streams": self.num_streams * self.stream_bytes,
-            "flags": self.num_streams * self.flags_bytes,
-            "a2a_lse_reduce.staging": self.num_lanes * self.staging_bytes,
-            "a2a_lse_reduce.unpacked": self.num_lanes * self.unpacked_bytes,
-            "a2a_lse_reduce.partial_out": self.num_lanes * 2 * self.buffer_bytes,
+            "query_gather.buffer": self.num_lanes * self.query_buffer_bytes,
+            "kv_gather.buffers": self.num_lanes * 2 * self.kv_buffer_bytes,
         }
-        parts, offset = {}, 0
-        for name, num_bytes in sizes.items():
-            parts[name] = Part(offset, num_bytes)
-            offset = align_up(offset + num_bytes, PART_ALIGNMENT)
-        return parts
+        return {name: num_bytes for name, num_bytes in sizes.items() if num_bytes}
 
     @property
     def num_bytes(self) -> int:
-        last = list(self.parts.values())[-1]
-        return align_up(last.offset + last.num_bytes, PART_ALIGNMENT)
+        return _end(self.parts)
+
+    @property
+    def shared_num_bytes(self) -> int:
+        return _end(self.shared_parts)
+
+
+def _placed(sizes: dict[str, int]) -> dict[str, Part]:
+    parts, offset = {}, 0
+    for name, num_bytes in sizes.items():
+        parts[name] = Part(offset, num_bytes)
+        offset = align_up(offset + num_bytes, PART_ALIGNMENT)
+    return parts
+
+
+def _end(parts: dict[str, Part]) -> int:
+    return max((align_up(part.offset + part.num_bytes, PART_ALIGNMENT) for part in parts.values()), default=0)

@@ -90,9 +90,9 @@ class Workspace:
         )
         self.backend, self._closed_impl = self._impl.name, self._impl
         _log.info(
-            "workspace: target cpu (%s), rank %d of %d, backend %s (%s), %.1f MiB per rank, wire %s, multicast no (nothing to "
-            "broadcast)", self._impl.isa, self.rank, self.num_ranks, self.backend, reason,
-            self._impl.num_bytes / 2**20, self._impl.wire,
+            "workspace: target cpu (%s), rank %d of %d, backend %s (%s), %.1f MiB per rank, wire %s, multicast %s",
+            self._impl.isa, self.rank, self.num_ranks, self.backend, reason,
+            self._impl.num_bytes / 2**20, self._impl.wire, self._impl.multicast,
         )  # fmt: skip
 
     def _make_backend(
@@ -141,7 +141,10 @@ class Workspace:
         """Exact bytes of one rank's region, by part, before anything is allocated. (The collective backend has no
         region; its buffers grow with the largest call.)"""
         layout = config.region_layout(num_ranks)
-        return WorkspaceSize({name: part.num_bytes for name, part in layout.parts.items()}, layout.num_bytes)
+        parts, shared = (
+            {name: part.num_bytes for name, part in parts.items()} for parts in (layout.parts, layout.shared_parts)
+        )
+        return WorkspaceSize(parts, layout.num_bytes, shared, layout.shared_num_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -281,8 +284,8 @@ class Workspace:
             )
         if status == module.STATUS_OVERLAP:
             raise DcpInvalidArgument(
-                f"{op}: out and lse_out must not share memory with each other, with the inputs or with a tensor of "
-                "Workspace.partial_out (byte ranges overlap)"
+                f"{op}: outputs must not share memory with each other, with the inputs or with tensors that the workspace "
+                "handed out, nor inputs with the latter (byte ranges overlap)"
             )
         if status == module.STATUS_NO_MEMORY:
             raise DcpInvalidArgument(f"{op}: every tensor must have memory of its own (a data pointer is null)")
@@ -291,16 +294,21 @@ class Workspace:
                 f"{op}: partial_out must lie in the tensor that Workspace.partial_out handed out last on this lane, and "
                 "which no call has taken yet (given an older or a used one: peers may still read it)"
             )
+        if status == module.STATUS_NOT_WAITED:
+            raise DcpInvalidArgument(f"{op}: the chunk started before on lane {lane} must be waited for first (it was not)")
+        if status == module.STATUS_NOT_STARTED:
+            raise DcpInvalidArgument(f"{op}: the chunk must be the one started last on lane {lane} (it is not, or has been waited for)")
         if status == module.STATUS_CHANNELS_MISSING:
             raise DcpError(f"{op}: parallel_for must have run all {self.config.num_channels} channels when it returns")
         if status == module.STATUS_CLOSED:
             raise _closed_error(op)
         raise DcpError(f"{op}: status must be known (got {status})")
 
-    def _a2a_lse_reduce_plan(self, *, lane: int, **call: Any) -> Any:
+    def _keep_plan(self, key: Any, plan: Any) -> Any:
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
-        return self._open_impl("a2a_lse_reduce").a2a_lse_reduce_plan(lane, **call)
+        self._plans[key] = plan
+        return plan
 
 
 @dataclass(frozen=True)

@@ -38,13 +38,14 @@ PACKAGE_LAYERS = {
     "_faults": LEAVES | {"heap.verdict"},
     "config": LEAVES | {"env", "_check", "region_layout"},
     "_channels": LEAVES,
-    "_direct": LEAVES | {"config", "heap", "_check", "_backend", "_channels", "_faults", "region_layout"},
+    "_gathers": LEAVES | {"config", "_check", "kv_gather_plan", "region_layout"},
+    "_direct": LEAVES | {"config", "env", "heap", "_check", "_backend", "_channels", "_faults", "_gathers", "region_layout"},
     "collective": LEAVES | {"config", "heap.group", "_check", "_faults", "region_layout"},
     # _self_check uses ops on a workspace; only its method imports it, when it is called.
     "workspace": LEAVES
     | {"env", "config", "heap", "_check", "_backend", "_channels", "_direct", "collective", "region_layout", "_self_check"},
     "_self_check": LEAVES | {"ops", "reference"},
-    "ops": LEAVES | {"_check"},
+    "ops": LEAVES | {"_check", "kv_gather_plan"},
     "testing": LEAVES | {"", "heap", "layout", "reference", "testing"},
     "cli": LEAVES | {"", "env", "layout", "reference", "testing", "cli", "_backend"},
     "": LEAVES,

@@ -79,19 +79,19 @@ def a2a_lse_reduce(
             lse_base,
             lane,
             type(lane),
-            _signature(partial_out),
-            _signature(partial_lse),
-            None if seq_lens is None else _signature(seq_lens),
-            None if query_start_loc is None else _signature(query_start_loc),
-            None if out is None else _signature(out),
-            None if lse_out is None else _signature(lse_out),
+            _check.signature(partial_out),
+            _check.signature(partial_lse),
+            None if seq_lens is None else _check.signature(seq_lens),
+            None if query_start_loc is None else _check.signature(query_start_loc),
+            None if out is None else _check.signature(out),
+            None if lse_out is None else _check.signature(lse_out),
         )
         plan = workspace._plans.get(key)
     except (AttributeError, TypeError):
         key = plan = None
     if plan is None:
         plan = _make_plan(workspace, partial_out, partial_lse, lse_base, seq_lens, query_start_loc, out, lse_out, lane)
-        workspace._plans[key] = plan
+        workspace._keep_plan(key, plan)
     if out is None:
         out = partial_out.new_empty((partial_out.shape[0], workspace.num_local_heads, partial_out.shape[2]))
     if lse_out is None and return_lse:
@@ -109,10 +109,6 @@ def a2a_lse_reduce(
     return out if lse_out is None else (out, lse_out)
 
 
-def _signature(value: torch.Tensor) -> tuple[Any, ...]:
-    return value.shape, value.stride(), value.dtype, value.device, value.is_neg()
-
-
 def _make_plan(
     workspace: Any,
     partial_out: Any,
@@ -125,9 +121,7 @@ def _make_plan(
     lane: Any,
 ) -> Any:
     """Checks a call of a shape that was not seen before, and returns what runs it."""
-    if not hasattr(workspace, "_a2a_lse_reduce_plan"):
-        _check.fail(OP, "workspace must be a dcpkernels.Workspace", type(workspace).__name__)
-    workspace._open_impl(OP)
+    impl = _check.open_impl(OP, workspace)
     device, config = workspace.device, workspace.config
     num_heads, head_dim, num_local_heads = config.num_heads, config.head_dim, workspace.num_local_heads
     if not isinstance(lse_base, str) or lse_base not in _check.LSE_BASE_CODES:
@@ -175,11 +169,11 @@ def _make_plan(
         _check.dtype(OP, "lse_out", lse_out, (torch.float32,))
         _check.writable(OP, "lse_out", lse_out)
         lse_strides = lse_out.stride()
-    return workspace._a2a_lse_reduce_plan(
+    return impl.a2a_lse_reduce_plan(
+        lane,
         num_tokens=num_tokens,
         lse_dtype=_check.DTYPE_CODES[partial_lse.dtype],
         lse_base=_check.LSE_BASE_CODES[lse_base],
-        lane=lane,
         num_seqs=num_seqs,
         strides=(*partial_out.stride()[:2], *partial_lse.stride(), *out_strides, *lse_strides),
     )

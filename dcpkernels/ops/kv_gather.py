@@ -1,0 +1,193 @@
+"""kv_gather: a chunk of the context from all ranks' paged caches, in sequence order, in every rank's buffer."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dcpkernels import _check
+from dcpkernels.kv_gather_plan import KVGatherPlan
+
+if TYPE_CHECKING:
+    from dcpkernels.workspace import Workspace
+
+OP, START_OP, WAIT_OP = "kv_gather", "kv_gather_start", "kv_gather_wait"
+
+
+def kv_gather(
+    kv_cache: torch.Tensor,
+    plan: KVGatherPlan,
+    chunk_idx: int,
+    *,
+    workspace: Workspace,
+    scale: float | torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lane: int = 0,
+) -> torch.Tensor:
+    """Gathers one chunk of the context: every rank publishes the rows that it owns, each to its final place on all ranks.
+
+    `kv_gather_start` and `kv_gather_wait` in one; those let the next chunk travel while this one is used.
+    Collective: all ranks of the workspace call it, with equal plans (`KVGatherPlan.digest`), chunks, row widths and
+    lanes; ranks that own no row of the chunk too.
+
+    The result is a view of one of the lane's two buffers, to be read and not written. It is valid until the chunk after
+    it has been waited for: that call tells the peers that they may write there again.
+
+    Args:
+        kv_cache: [num_blocks, block_size, Dkv], this rank's paged cache: fp32, fp16, bf16, fp8 e4m3fn or e5m2; unit stride
+            in the last dim, any other strides; Dkv elements are a multiple of 16 bytes, and no more than
+            config.kv_dim elements of config.kv_dtype. Bytes are moved as they are.
+        plan: of this step and this rank. plan.chunk_size is at most config.kv_chunk_rows.
+        chunk_idx: 0 .. plan.num_chunks - 1.
+        scale: dequantises at the reader: `(row.float() * scale).to(torch.bfloat16)`, for an fp8 e4m3fn cache. A positive
+            number, or one fp32 element that is read during the call. The chunk travels in fp8 all the same.
+        out: with scale: bf16 [rows, Dkv], unit last stride, to put the result in; allocated when None.
+        lane: which of the workspace's independent streams.
+
+    Returns:
+        [rows, Dkv] with rows = plan.num_rows(chunk_idx), in sequence order, without padding: `plan.segments(chunk_idx)`
+        says what lies where. In the cache's dtype; with scale bf16, a tensor of its own.
+
+    Raises:
+        DcpInvalidArgument: an argument is wrong, or does not fit the workspace; nothing was sent.
+        DcpUnsupported: the workspace was made without kv_chunk_rows.
+        DcpMismatch: ranks gathered different chunks, or of different plans. On every rank.
+        DcpTimeout, DcpPeerLost: as a2a_lse_reduce; a peer that does not wait for its next chunk holds all up.
+        DcpError: a second call on the lane while one is in flight, or the workspace is closed.
+        After a fault no chunk is returned, and none that was returned before is valid.
+    """
+    _check_output(OP, workspace, kv_cache, plan, chunk_idx, scale, out, lane)
+    _start(OP, kv_cache, plan, chunk_idx, workspace, lane)
+    return _wait(OP, plan, chunk_idx, workspace, scale, out, lane)
+
+
+def kv_gather_start(
+    kv_cache: torch.Tensor, plan: KVGatherPlan, chunk_idx: int, *, workspace: Workspace, lane: int = 0
+) -> None:
+    """Publishes this rank's rows of a chunk. Arguments as in `kv_gather`; `kv_gather_wait` gives the result.
+
+    One chunk at a time is started: wait for it, start the next one, then use it:
+
+        kv_gather_start(kv_cache, plan, 0, workspace=workspace)
+        for i in range(plan.num_chunks):
+            chunk = kv_gather_wait(plan, i, workspace=workspace)
+            if i + 1 < plan.num_chunks:
+                kv_gather_start(kv_cache, plan, i + 1, workspace=workspace)
+            use(chunk)
+
+    It waits until every peer has used the chunk before last, whose buffer it writes into. The cache may change as soon as
+    it returns. Raises as `kv_gather`, and DcpInvalidArgument when the chunk started before has not been waited for.
+    """
+    _start(START_OP, kv_cache, plan, chunk_idx, workspace, lane)
+
+
+def kv_gather_wait(
+    plan: KVGatherPlan,
+    chunk_idx: int,
+    *,
+    workspace: Workspace,
+    scale: float | torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lane: int = 0,
+) -> torch.Tensor:
+    """The chunk that was started, when it is whole; ends the use of the chunk before it. As `kv_gather`.
+
+    Raises DcpInvalidArgument when another chunk, or none, has been started.
+    """
+    started = _check.open_impl(WAIT_OP, workspace).started_chunks.get(lane)
+    if started is None or started.plan is not plan or started.chunk_idx != chunk_idx:
+        given = (
+            "none was started" if started is None else f"chunk {started.chunk_idx} was started; asked for {chunk_idx!r}"
+        )
+        _check.fail(WAIT_OP, "plan and chunk_idx must be those of the chunk started last on the lane", given)
+    _check_output(WAIT_OP, workspace, started, plan, chunk_idx, scale, out, lane)
+    return _wait(WAIT_OP, plan, chunk_idx, workspace, scale, out, lane)
+
+
+class _Started:
+    """The chunk of a lane that was started and not waited for; looks like its cache to the checks."""
+
+    def __init__(self, plan: KVGatherPlan, chunk_idx: int, kv_cache: torch.Tensor, digest: int) -> None:
+        self.plan, self.chunk_idx, self.digest = plan, chunk_idx, digest
+        self.dtype, self.shape = kv_cache.dtype, kv_cache.shape
+
+
+def _start(op: str, kv_cache: Any, plan: Any, chunk_idx: Any, workspace: Any, lane: Any) -> None:
+    impl = _check.open_impl(op, workspace)
+    config = workspace.config
+    _check.has_part(op, config.kv_chunk_rows > 0, "kv_chunk_rows")
+    _check.lane(op, lane, config.num_lanes)
+    _check_plan(op, plan, workspace)
+    _check.tensor(op, "kv_cache", kv_cache, device=workspace.device)
+    if kv_cache.dim() != 3 or kv_cache.shape[1] != plan.block_size:
+        dims = f"[num_blocks, block_size={plan.block_size}, dim]"
+        _check.fail(op, f"kv_cache must have shape {dims}", list(kv_cache.shape))
+    _check.dtype(op, "kv_cache", kv_cache, tuple(_check.GATHER_DTYPE_CODES))
+    _check.last_stride(op, "kv_cache", kv_cache)
+    row_bytes, room = kv_cache.shape[2] * kv_cache.element_size(), config.kv_dim * config.kv_dtype.itemsize
+    if row_bytes == 0 or row_bytes % _check.KV_ROW_ALIGNMENT or row_bytes > room:
+        rule = f"a row of kv_cache must have a multiple of {_check.KV_ROW_ALIGNMENT} bytes, at most {room} (kv_dim, kv_dtype)"
+        _check.fail(op, rule, row_bytes)
+    num_rows = kv_cache.shape[0] * kv_cache.shape[1]
+    if plan.max_source_row >= num_rows:
+        _check.fail(
+            op,
+            f"block_tables of the plan must stay below num_blocks={kv_cache.shape[0]}",
+            plan.max_source_row // plan.block_size,
+        )
+    plan.num_rows(chunk_idx)  # raises for a wrong index
+    code = _check.GATHER_DTYPE_CODES[kv_cache.dtype]
+    digest = zlib.crc32(f"{row_bytes} {code}".encode(), plan.digest)
+    status = impl.gathers.kv_start(lane, kv_cache, plan, chunk_idx, digest)
+    if status != 0:
+        workspace._raise_status(op, status, lane)
+    impl.started_chunks[lane] = _Started(plan, chunk_idx, kv_cache, digest)
+
+
+def _wait(op: str, plan: Any, chunk_idx: int, workspace: Any, scale: Any, out: Any, lane: int) -> torch.Tensor:
+    impl = _check.open_impl(op, workspace)
+    started = impl.started_chunks.pop(lane)
+    shape = (plan.num_rows(chunk_idx), started.shape[2])
+    if scale is not None and out is None:
+        out = torch.empty(shape, dtype=torch.bfloat16)
+    status, chunk = impl.gathers.kv_wait(lane, shape, started.dtype, chunk_idx, started.digest, out, scale)
+    if status != 0:
+        workspace._raise_status(op, status, lane)
+    return chunk if out is None else out
+
+
+def _check_plan(op: str, plan: Any, workspace: Any) -> None:
+    if not isinstance(plan, KVGatherPlan):
+        _check.fail(op, "plan must be a dcpkernels.KVGatherPlan", type(plan).__name__)
+    made_for = (plan.rank, plan.num_ranks)
+    if made_for != (workspace.rank, workspace.num_ranks):
+        _check.fail(
+            op, f"plan must be for rank {workspace.rank} of {workspace.num_ranks}", f"{made_for[0]} of {made_for[1]}"
+        )
+    if plan.chunk_size > workspace.config.kv_chunk_rows:
+        _check.fail(
+            op, f"plan.chunk_size must be at most kv_chunk_rows={workspace.config.kv_chunk_rows}", plan.chunk_size
+        )
+
+
+def _check_output(
+    op: str, workspace: Any, source: Any, plan: Any, chunk_idx: Any, scale: Any, out: Any, lane: Any
+) -> None:
+    """What `wait` needs, before `start` sends anything. `source` has the cache's shape and dtype."""
+    _check.open_impl(op, workspace)
+    if scale is None:
+        if out is not None:
+            _check.fail(op, "out must come with scale (without it the chunk is a view of the workspace)", "out alone")
+        return
+    _check_plan(op, plan, workspace)
+    if getattr(source, "dtype", None) is not torch.float8_e4m3fn:
+        _check.fail(op, "kv_cache must be float8_e4m3fn where scale is given", getattr(source, "dtype", type(source)))
+    _check.scale(op, scale, workspace.device)
+    if out is not None:
+        _check.tensor(op, "out", out, device=workspace.device)
+        _check.shape(op, "out", out, "[rows, dim]", (plan.num_rows(chunk_idx), source.shape[-1]))
+        _check.dtype(op, "out", out, (torch.bfloat16,))
+        _check.last_stride(op, "out", out)
+        _check.writable(op, "out", out)
