@@ -17,6 +17,7 @@ name, (call, round): a merge is right when every slot that it reads bears the re
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 from a2a_rules import CRASH, MISMATCH, TIMEOUT, Call, Case, Rules, low32, previous_epoch
@@ -76,19 +77,33 @@ class A2aLseReduce:
 
     def _declare_region(self, rank: int) -> None:
         start = (self.case.start_epochs or (3,) * len(self.ranks))[rank]
-        for word, value in (("epoch", start), ("left", 0), ("poison", ""), ("fault", None)):
+        for word, value in (("left", 0), ("poison", ""), ("fault", None)):
             self._declare((word, rank), value)
+        for stream in sorted({call.stream for of_rank in self.case.calls for call in of_rank}):
+            self._declare(("epoch", rank, stream), start)
+            for parity, src, ch in product((0, 1), self._peers(rank), self.channels):
+                mine = not self.rules.fill_by_parity or start & 1 == parity
+                flag = (low32(start if mine else previous_epoch(start)), None)
+                self._declare(("flag", rank, stream, parity, ch, src), flag)
+        self._declare_data(rank)
+
+    def _declare_data(self, rank: int) -> None:
         for parity in (0, 1):
-            mine = not self.rules.fill_by_parity or start & 1 == parity
             for src in self._peers(rank):
-                for ch in self.channels:
-                    flag = (low32(start if mine else previous_epoch(start)), None)
-                    self._declare(("flag", rank, parity, ch, src), flag)
                 for row in range(max(max(call.rounds) for of_rank in self.case.calls for call in of_rank)):
                     self._declare(("staging", rank, parity, src, row), None)
 
-    def _flag(self, owner: int, ch: int, src: int) -> tuple[int, int]:
-        return self._cell["flag", owner, 0, ch, src], self._cell["flag", owner, 1, ch, src]
+    def _stream(self, rank: int, call: int) -> str:
+        """Of that call; of the one before, where the caller makes no more."""
+        calls = self.case.calls[rank]
+        return calls[min(call, len(calls) - 1)].stream
+
+    def _epoch(self, rank: int, call: int) -> int:
+        """The cell of the epoch that this call reads and stores."""
+        return self._cell["epoch", rank, self._stream(rank, call)]
+
+    def _flag(self, owner: int, ch: int, src: int, stream: str = "") -> tuple[int, int]:
+        return self._cell["flag", owner, stream, 0, ch, src], self._cell["flag", owner, stream, 1, ch, src]
 
     def _staging(self, owner: int, src: int, row: int) -> tuple[int, int]:
         return (self._cell["staging", owner, 0, src, row],
@@ -99,12 +114,12 @@ class A2aLseReduce:
         for index, call in enumerate(self.case.calls[rank]):
             steps = [*self._host(rank, ch, index), Step("enter", index)]
             self._enters[rank, ch, index] = len(program) + len(steps) - 1
-            if sum(call.rounds) or self.rules.round_when_empty:
+            if self._has_rounds(call):
                 for number, num_rows in enumerate(call.rounds):
                     steps += self._round(rank, ch, index, call, number, num_rows)
                     if number + 1 < len(call.rounds):
                         steps[-1] = steps[-1]._replace(ends_round=True)
-                steps += [Step("confirm", index)] * self._confirms_last()
+                steps += [Step("confirm", index)] * self._confirms(call)
             poison_at = len(program) + len(steps)
             steps += [Step("poison", index, peer=peer) for peer in self._peers(rank)] + [Step("leave", index)]
             leave_at = len(program) + len(steps) - 1
@@ -117,6 +132,12 @@ class A2aLseReduce:
     def _host(self, rank: int, ch: int, index: int) -> list[Step]:
         """What the caller does before this call."""
         return []
+
+    def _has_rounds(self, call: Call) -> bool:
+        return bool(sum(call.rounds)) or self.rules.round_when_empty
+
+    def _confirms(self, call: Call) -> bool:
+        return self._confirms_last()
 
     def _confirms_last(self) -> bool:
         return self.rules.confirm
@@ -192,20 +213,23 @@ class A2aLseReduce:
         rank, ch = self.threads[index]
         if not self._may_start(state, rank, ch, step.call):
             return
-        thread = Thread(step.after, self.rules.next_epoch(state.memory[self._cell["epoch", rank]]))
+        thread = Thread(step.after, self.rules.next_epoch(state.memory[self._epoch(rank, step.call)]))
         if cause := self._poison_word(state, rank):
             yield self._fault(state, index, thread, step, cause, "adopts poison")
         else:
             yield self._move(state, index, thread, {})
 
     def _may_start(self, state: State, rank: int, ch: int, call: int) -> bool:
-        """The caller orders its calls: all channels have left the one before. Channels that share a thread
-        run one after the other, each straight through."""
-        if state.memory[self._cell["left", rank]] < call * len(self.channels):
+        """The caller orders its calls: all channels have left the one before, and channel 0, of which the caller
+        is part, comes to this one. Channels that share a thread run one after the other, each straight through."""
+        if not self._is_over(state, rank, call - 1) or self._pc(state, rank, 0) < self._enters[rank, 0, call]:
             return False
         order = self.case.channel_orders[rank] if self.case.channel_orders else ()
         before = order[:order.index(ch)] if order else ()
         return all(self._pc(state, rank, other) > self._exits[rank, other, call][1] for other in before)
+
+    def _is_over(self, state: State, rank: int, call: int) -> bool:
+        return state.memory[self._cell["left", rank]] >= (call + 1) * len(self.channels)
 
     def _pc(self, state: State, rank: int, ch: int) -> int:
         return state.threads[rank * len(self.channels) + ch].pc
@@ -242,19 +266,25 @@ class A2aLseReduce:
 
     def _lacks_flag_of_0(self, state: State, index: int, thread: Thread) -> bool:
         rank, ch = self.threads[index]
-        return rank != 0 and state.memory[self._flag(rank, ch, 0)[thread.epoch & 1]][0] != low32(thread.epoch)
+        if rank == 0:
+            return False
+        flag = self._flag(rank, ch, 0, self._stream(rank, self.programs[index][thread.pc].call))
+        return state.memory[flag[thread.epoch & 1]][0] != low32(thread.epoch)
 
     def _reads(self, state: State, index: int, thread: Thread, step: Step) -> Iterator[tuple[int, int, Any]]:
         for row, src, cell in step.cells[thread.epoch & 1]:
             yield row, src, state.memory[cell]
 
-    def _reduce(self, state: State, index: int, thread: Thread, step: Step) -> Iterator[Move]:
-        torn = ""
+    def _torn(self, state: State, index: int, thread: Thread, step: Step) -> str:
         for row, src, found in self._reads(state, index, thread, step):
-            if found != step.name and not torn:
+            if found != step.name:
                 held = "nothing" if found is None else found
                 held = held if isinstance(held, str) else "call {} round {}".format(*held)
-                torn = f"row {row} of rank {src} held {held}, not call {step.name[0]} round {step.name[1]}"
+                return f"row {row} of rank {src} held {held}, not call {step.name[0]} round {step.name[1]}"
+        return ""
+
+    def _reduce(self, state: State, index: int, thread: Thread, step: Step) -> Iterator[Move]:
+        torn = self._torn(state, index, thread, step)
         wrong = f"wrong data returned: {torn}" if torn and not self._confirms_last() else ""
         yield self._move(state, index, self._onward(thread, step, torn), {}, wrong=wrong)
 
@@ -278,7 +308,7 @@ class A2aLseReduce:
         num_channels = len(self.channels)
         if count % num_channels == (0 if self.rules.last_stores_epoch else 1 % num_channels):
             # In a faulted call the channels may be in different rounds: it does not matter, poison stays.
-            writes[self._cell["epoch", rank]] = thread.epoch
+            writes[self._epoch(rank, step.call)] = thread.epoch
         yield self._move(state, index, Thread(step.after), writes)
 
     def _crash(self, state: State) -> Move:
@@ -305,12 +335,16 @@ class A2aLseReduce:
 
     def judge(self, state: State) -> str:
         faults = [state.memory[self._cell["fault", rank]] for rank in self.ranks]
-        if self.case.promise == "mismatch":
+        if self.case.promise not in ("data", "either"):
             causes = {self._cause(state, rank) for rank in self.ranks}
-            return "" if causes == {MISMATCH} else f"not all a mismatch: {faults}"
-        # A rank that gave up before its last call never signals that one: nobody can have got data from it.
-        early = any(fault and fault[1] < len(self.case.calls[rank]) - 1 for rank, fault in enumerate(faults))
+            return "" if causes == {self.case.promise} else f"not all a {self.case.promise}: {faults}"
+        early = any(fault and fault[1] < self._last_met(rank) for rank, fault in enumerate(faults))
         return f"a fault did not reach all ranks: {faults}" if early and not all(faults) else ""
+
+    def _last_met(self, rank: int) -> int:
+        """Its last call that all peers wait for. It never signals that one if it gave up in a call before: nobody can
+        have got data from it."""
+        return len(self.case.calls[rank]) - 1
 
     def describe(self, state: State, action: tuple[int, str]) -> str:
         index, note = action
@@ -319,7 +353,7 @@ class A2aLseReduce:
             return f"rank {rank}: crash"
         thread = state.threads[index]
         step = self.programs[index][thread.pc]
-        epoch = thread.epoch or self.rules.next_epoch(state.memory[self._cell["epoch", rank]])
+        epoch = thread.epoch or self.rules.next_epoch(state.memory[self._epoch(rank, step.call)])
         words = f"{step.kind}{self._words(step)} (epoch {epoch})"
         return f"rank {rank} ch {ch}: {words}" + (f", {note}" if note else "")
 

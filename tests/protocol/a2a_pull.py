@@ -184,10 +184,6 @@ class A2aPull(A2aLseReduce):
 
     # ---- steps
 
-    def _may_start(self, state: State, rank: int, ch: int, call: int) -> bool:
-        # The caller is part of channel 0.
-        return super()._may_start(state, rank, ch, call) and self._pc(state, rank, 0) >= self._enters[rank, 0, call]
-
     def _owing(self, state: State, rank: int, buffer: int, channels: list[tuple[int, int]],
                epoch: int = 0) -> set[int]:
         """Peers that have not released what they were shown. channels: (theirs, mine that knows the epoch)."""
@@ -202,9 +198,9 @@ class A2aPull(A2aLseReduce):
 
     def _partial_out(self, state: State, index: int, thread: Thread, step: Step) -> Iterator[Move]:
         rank, (buffer,) = self.threads[index][0], step.cells
-        if state.memory[self._cell["left", rank]] < step.call * len(self.channels):
+        if not self._is_over(state, rank, step.call - 1):
             return
-        epoch = self.rules.next_epoch(state.memory[self._cell["epoch", rank]])
+        epoch = self.rules.next_epoch(state.memory[self._epoch(rank, step.call)])
         owing = self._owing(state, rank, buffer, [(ch, ch) for ch in self.channels], epoch)
         if cause := self._poison_word(state, rank):
             move = self._fault(state, index, thread, step, cause, "adopts poison")
@@ -217,7 +213,7 @@ class A2aPull(A2aLseReduce):
 
     def _misses_0(self, state: State, rank: int, buffer: int) -> bool:
         used = state.memory[self._cell["used", rank, buffer, 0]]
-        flag = state.memory[self._cell["flag", rank, used & 1, 0, 0]] if rank else (0, None)
+        flag = state.memory[self._flag(rank, 0, 0)[used & 1]] if rank else (0, None)
         return self.pull.lost_by_credit or flag[0] != low32(used)
 
     def _silent(self, state: State, index: int, step: Step, move: Move) -> Move:
@@ -283,8 +279,7 @@ class A2aPull(A2aLseReduce):
 
     def _given_up(self, move: Move, rank: int, num_calls: int) -> Move:
         """After a fault the caller is free to write. It does so at once, which is the worst for late readers."""
-        has_returned = move.state.memory[self._cell["left", rank]] >= num_calls * len(self.channels)
-        if not has_returned or not self._cause(move.state, rank):
+        if not self._is_over(move.state, rank, num_calls - 1) or not self._cause(move.state, rank):
             return move
         memory = list(move.state.memory)
         for cell in (*self._buffers[rank, 0], *self._buffers[rank, 1]):

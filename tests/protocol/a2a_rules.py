@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 MISMATCH, TIMEOUT, CRASH = "mismatch", "timeout", "crash"
 
@@ -53,8 +54,9 @@ class Rules:
 class Call:
     number: int  # which of the caller's calls this is: the name of its data
     rounds: tuple[int, ...]  # rows of each round
-    digest: int
+    digest: Any
     senders: frozenset[int] | None = None  # ranks that have rows to send; None = all
+    stream: str = ""  # its epoch stream, where a model has several
 
 
 def calls(*tokens: int, capacity: int = 8, senders: dict[int, set[int]] | None = None) -> tuple[Call, ...]:
@@ -71,7 +73,7 @@ def calls(*tokens: int, capacity: int = 8, senders: dict[int, set[int]] | None =
 class Case:
     calls: tuple[tuple[Call, ...], ...]  # [rank][call]
     # "data": every call returns data, a fault breaks the promise.
-    # "mismatch": every rank ends with a fault of that cause.
+    # A cause, such as "mismatch": every rank ends with a fault of that cause.
     # "either": calls may fault, and then every rank that still had to meet the faulted one ends faulted.
     # Wrong data and deadlock break every promise.
     promise: str = "data"
