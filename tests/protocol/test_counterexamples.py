@@ -145,7 +145,7 @@ def test_confirm_is_a_second_line_of_defence_as_long_as_faulted_ranks_stay_away(
     # Not a counterexample: a rank writes into a slot again only after the reader's next signal, and a rank
     # with a fault publishes no more. So staging stays untouched under a late reader, with or without confirm.
     # Where readers look at memory that callers write, confirm is what protects them: pull_reduce in
-    # test_gathers.py.
+    # test_pull_lifetimes.py.
     same_calls = calls(1, 1, 1) if num_channels == 1 else calls(2, 2)
     case = Case((same_calls,) * num_ranks, "either", num_channels, fates=("expire",))
     assert explore(A2aLseReduce(case, Rules(confirm=False))).ok
