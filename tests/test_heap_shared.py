@@ -193,7 +193,7 @@ def test_who_writes_into_a_view_dies_before_its_peers_see_anything():
 
 def test_a_mapping_that_cannot_be_made_read_only_is_not_left_writable(monkeypatch):
     fd = create_file(SHARED)
-    region = Region.map_file(fd, SHARED)
+    region = Region(fd, SHARED)
     os.close(fd)
     before = resources()
     with monkeypatch.context() as patch:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpPeerLost, DcpTimeout, DcpUnsupported
-from dcpkernels.heap import shared
+from dcpkernels.heap import region, shared
 from dcpkernels.heap.group import as_group
 from dcpkernels.heap.mesh import Mesh
 from dcpkernels.heap.region import Region, create_file
@@ -24,7 +24,7 @@ chosen = threading.local()  # .fault: what is to fail on this rank, which may be
 @contextlib.contextmanager
 def faults():
     """Makes the steps fail for a rank that has chosen so. In force for all threads of the process."""
-    create, map_file, read_only, exchange_fds = create_file, Region.map_file, Region.read_only, Mesh.exchange_fds
+    create, map_file, read_only, exchange_fds = create_file, region._map_file, Region.read_only, Mesh.exchange_fds
 
     def strike(step, nbytes=SHARED):
         name, _, how = (getattr(chosen, "fault", None) or "").partition(": ")
@@ -50,13 +50,13 @@ def faults():
             return fd
         return create(nbytes + 4096 * (getattr(chosen, "fault", None) == "create: too large"))
 
-    def map_file_(cls, fd, nbytes):
+    def map_file_(fd, nbytes):
         strike("map", nbytes)
         return map_file(fd, nbytes)
 
-    def read_only_(region):
-        strike("view", region.nbytes)
-        return read_only(region)
+    def read_only_(mapping):
+        strike("view", mapping.nbytes)
+        return read_only(mapping)
 
     def exchange_fds_(mesh, *arguments, **keywords):
         if keywords:  # the shared region's
@@ -65,7 +65,7 @@ def faults():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared, "create_file", create_file_)
-        patch.setattr(Region, "map_file", classmethod(map_file_))
+        patch.setattr(region, "_map_file", map_file_)
         patch.setattr(Region, "read_only", read_only_)
         patch.setattr(Mesh, "exchange_fds", exchange_fds_)
         yield

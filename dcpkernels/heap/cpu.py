@@ -180,7 +180,7 @@ class CpuHeap:
 
         def create_region() -> None:
             held.file = create_file(nbytes)
-            held.regions.append(Region.map_file(held.file, nbytes))
+            held.regions.append(Region(held.file, nbytes))
             collapse(held.regions[0].address, nbytes)  # before anybody else maps the file
             init(held.regions[0].address)
 
@@ -192,7 +192,7 @@ class CpuHeap:
 
         def take_fd(peer: int, fd: int) -> None:
             check_file(fd, nbytes, peer)
-            held.regions.append(Region.map_file(fd, nbytes))
+            held.regions.append(Region(fd, nbytes))
             bases[peer] = held.regions[-1].address
 
         def map_peers() -> None:

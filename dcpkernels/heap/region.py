@@ -85,33 +85,15 @@ def collapse(address: int, nbytes: int) -> None:
 class Region:
     """A shared mapping, counted: thread ranks use one mapping, and the last of them to let go unmaps it."""
 
-    def __init__(self, address: int, nbytes: int) -> None:
-        """Takes over a mapping. For `map_file` and `read_only`."""
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Maps `fd`; the caller may close it afterwards."""
+        self._take_over(_map_file(fd, nbytes), nbytes)
+
+    def _take_over(self, address: int, nbytes: int) -> None:
         self.address: int = address
         self.nbytes = nbytes
         self._users = 1
         self._lock = threading.RLock()  # a finalizer may release while its thread retains
-
-    @classmethod
-    def map_file(cls, fd: int, nbytes: int) -> Region:
-        """Maps `fd`; the caller may close it afterwards."""
-        # Populated, so that no page table is filled during the first calls.
-        flags = _MAP_SHARED | _MAP_POPULATE
-        if nbytes < _HUGE_PAGE:
-            return cls(_mmap(None, nbytes, _PROT_READ_WRITE, flags, fd), nbytes)
-        # A huge page needs an address of its own alignment: map into a larger hole, and cut the rest off.
-        hole = _mmap(None, nbytes + _HUGE_PAGE, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1)
-        hole_end, address = hole + nbytes + _HUGE_PAGE, -(-hole // _HUGE_PAGE) * _HUGE_PAGE
-        try:
-            _mmap(address, nbytes, _PROT_READ_WRITE, flags | _MAP_FIXED, fd)
-        except OSError:
-            _libc.munmap(hole, nbytes + _HUGE_PAGE)
-            raise
-        end = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        for first, last in ((hole, address), (end, hole_end)):
-            if last > first:
-                _libc.munmap(first, last - first)
-        return cls(address, nbytes)
 
     def read_only(self) -> Region:
         """A mapping more of the same memory, through which nothing can be written. Only for a user of this one."""
@@ -122,7 +104,9 @@ class Region:
             code = ctypes.get_errno()
             _libc.munmap(address, self.nbytes)
             raise OSError(code, f"mprotect of {self.nbytes} bytes: {os.strerror(code)}")
-        return Region(address, self.nbytes)
+        region = Region.__new__(Region)
+        region._take_over(address, self.nbytes)
+        return region
 
     def retain(self) -> None:
         """One more user. Raises DcpError when the region is already unmapped."""
@@ -145,6 +129,26 @@ class Region:
             self._users -= 1
             if self._users == 0:
                 _libc.munmap(self.address, self.nbytes)
+
+
+def _map_file(fd: int, nbytes: int) -> int:
+    # Populated, so that no page table is filled during the first calls.
+    flags = _MAP_SHARED | _MAP_POPULATE
+    if nbytes < _HUGE_PAGE:
+        return _mmap(None, nbytes, _PROT_READ_WRITE, flags, fd)
+    # A huge page needs an address of its own alignment: map into a larger hole, and cut the rest off.
+    hole = _mmap(None, nbytes + _HUGE_PAGE, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    hole_end, address = hole + nbytes + _HUGE_PAGE, -(-hole // _HUGE_PAGE) * _HUGE_PAGE
+    try:
+        _mmap(address, nbytes, _PROT_READ_WRITE, flags | _MAP_FIXED, fd)
+    except OSError:
+        _libc.munmap(hole, nbytes + _HUGE_PAGE)
+        raise
+    end = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    for first, last in ((hole, address), (end, hole_end)):
+        if last > first:
+            _libc.munmap(first, last - first)
+    return address
 
 
 def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:

@@ -41,7 +41,7 @@ class SharedRegion:
         def create() -> None:
             if is_maker:
                 self._file = create_file(nbytes)
-                self._regions.append(Region.map_file(self._file, nbytes))
+                self._regions.append(Region(self._file, nbytes))
                 collapse(self._regions[0].address, nbytes)  # before anybody else maps the file
 
         _, error = attempt(create)
@@ -49,7 +49,7 @@ class SharedRegion:
 
         def take_fd(maker: int, fd: int) -> None:
             check_file(fd, nbytes, maker, "shared region")
-            self._regions.append(Region.map_file(fd, nbytes))
+            self._regions.append(Region(fd, nbytes))
 
         def map_shared() -> None:
             if mesh is not None:
