@@ -9,7 +9,7 @@ from dcpkernels.errors import DcpError, DcpMismatch, DcpPeerLost, DcpTimeout
 from dcpkernels.heap.verdict import rank_list
 
 # csrc/core/types.h: FaultKind, Op, DType, LseBase.
-TIMEOUT, MISMATCH, PEER_LOST, INTERRUPTED, QUERY_OPEN, QUERY_ROWS = 1, 2, 3, 4, 5, 6
+TIMEOUT, MISMATCH, PEER_LOST, INTERRUPTED, QUERY_OPEN, QUERY_ROWS, CHUNK_TURN = 1, 2, 3, 4, 5, 6, 7
 A2A_LSE_REDUCE, QUERY_GATHER, RELEASE_QUERY, KV_GATHER = 1, 2, 3, 4
 _DTYPE_NAMES = {0: "float32", 1: "float16", 2: "bfloat16", 3: "float8_e4m3fn", 4: "float8_e5m2"}
 _LSE_BASE_NAMES = {0: "e", 1: "2"}
@@ -69,6 +69,8 @@ def fault_error(op: str, fault: dict[str, Any]) -> DcpError:
         )
         text = f"{op}: a2a_lse_reduce after query_gather must have its number of tokens ({calls}{where})"
         return DcpMismatch(text, ranks=ranks)
+    if kind == CHUNK_TURN:
+        return DcpError(f"{op}: starts, waits and buffers of chunks must take turns ({where})", ranks=ranks)
     return DcpError(f"{op}: a fault must have a known kind (got {kind}; {where})", ranks=ranks)
 
 

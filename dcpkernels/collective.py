@@ -38,6 +38,7 @@ class CollectiveBackend:
 
     name = "collective"
     wire = "torch.distributed"
+    multicast = "no (torch.distributed)"
 
     def __init__(
         self,

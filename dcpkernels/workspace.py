@@ -251,7 +251,8 @@ class Workspace:
         """Collective: runs every op on every lane on known data (at most 3 rows), compares with the reference, and votes
         over the group that the workspace was made with, which must still be there. timeout_s bounds the vote.
 
-        With config.zero_copy it asks for tensors of `partial_out` itself: not between that and its call.
+        With config.zero_copy it asks for tensors of `partial_out` itself: not between that and its call. Nor while a query
+        is open, or a chunk is started or in use.
 
         Raises, the same on all ranks: DcpError that names rank and lane where a result was wrong; what the op raised.
         """

@@ -128,6 +128,20 @@ class Channel {
     return acquire(buffer_idx);
   }
 
+  // Whether the calls of a split round take turns: a start when every started round has been waited for, a
+  // wait when one has not. Otherwise it would return a round without this rank's own rows, or wait for itself.
+  DCP_FN bool is_in_turn() const {
+    const uint64_t started = arch::load_relaxed_sys(&state_->epoch);
+    const uint64_t waited = arch::load_relaxed_sys(&state_->waited_epoch);
+    return started == (phase_ == Phase::kWait ? next_epoch(waited) : waited);
+  }
+  // Whether buffer `buffer_idx` was lent in the round before this one: its reader is this rank's own caller, of
+  // whom `acquire` does not ask.
+  DCP_FN bool was_lent_before(int buffer_idx) const {
+    return mine_->buffer_epochs[buffer_idx] != 0 &&
+           mine_->buffer_epochs[buffer_idx] == previous_epoch(epoch_);
+  }
+
   // This round's payload lies in buffer `buffer_idx`; peers are about to read it.
   DCP_FN void lend(int buffer_idx) const {
     if (cta_.thread_rank() == 0) mine_->buffer_epochs[buffer_idx] = epoch_;

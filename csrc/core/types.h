@@ -61,6 +61,7 @@ enum class FaultKind : uint8_t {
   kInterrupted = 4,  // this rank was interrupted (Ctrl-C) while it waited
   kQueryOpen = 5,    // a query_gather where the query gathered before has not been released
   kQueryRows = 6,    // an a2a_lse_reduce with another T than the query_gather before it
+  kChunkTurn = 7,    // kv_gather: a start and a wait, or the two buffers, do not take turns
 };
 
 // One flag per [parity][channel][source], written by that source only. A line of its own: W writers share no

@@ -44,6 +44,13 @@ DCP_FN void convert(const arch::Cta& cta, const KvGatherParams& p) {
   }
 }
 
+// The host sees to the turns; a graph that is replayed may not.
+DCP_FN Status require_turn(const arch::Cta& cta, const KvGatherParams& p, const Channel& channel,
+                           bool reuses_buffer) {
+  const bool is_wrong = cta.thread_rank() == 0 && (reuses_buffer || !channel.is_in_turn());
+  return cta.broadcast(int(is_wrong)) == 0 ? Status::kOk : channel.refuse(FaultKind::kChunkTurn, p.call);
+}
+
 struct StartKernel {
   using Params = KvGatherParams;
   struct Shared {};
@@ -51,6 +58,7 @@ struct StartKernel {
   static DCP_FN Status run(const arch::Cta& cta, const Params& p) {
     Channel channel(cta, p.symm, p.control, p.wait, p.stream_idx, p.call, Phase::kStart);
     Status status = channel.enter();
+    if (status == Status::kOk) status = require_turn(cta, p, channel, channel.was_lent_before(p.buffer_idx));
     if (status == Status::kOk) status = channel.acquire(p.buffer_idx);
     if (status == Status::kOk) {
       const int64_t num_bytes = p.num_source_rows / p.control.num_channels * p.row_bytes;
@@ -72,6 +80,7 @@ struct WaitKernel {
   static DCP_FN Status run(const arch::Cta& cta, const Params& p) {
     Channel channel(cta, p.symm, p.control, p.wait, p.stream_idx, p.call, Phase::kWait);
     Status status = channel.enter();
+    if (status == Status::kOk) status = require_turn(cta, p, channel, false);
     if (status == Status::kOk) {
       channel.release_previous();
       const bool converts = p.out != nullptr;

@@ -11,13 +11,14 @@
 // the digest, and a credit guards it.
 //
 // Steps of `start`, on every channel c; row i of this rank's list belongs to channel i % C:
-//   enter    read the epoch e, of the round started last, from memory
+//   enter    read the epoch e, of the round started last, from memory; that round must have been waited for,
+//            and not have used this buffer
 //   acquire  all peers have released the chunk that was in this buffer before
 //   publish  my rows of this channel -> the buffers of all ranks
 //   signal   flag[parity][c][me] on each peer := {e, digest of plan, chunk and buffer}
 //   leave    the last channel stores e
 // Steps of `wait`:
-//   enter    read the epoch e, of the round waited for last, from memory
+//   enter    read the epoch e, of the round waited for last, from memory; one more must have been started
 //   release  the line of my flag of round e - 1 on each peer says: the caller has read that chunk
 //   wait     all peers' flags in my region are {e, my digest}
 //   convert  (a scale was given) the chunk, from float8 e4m3 times the scale to bf16, into the caller's
@@ -26,8 +27,9 @@
 //   confirm  no fault was reported before the last read
 //   leave    the last channel stores e
 //
-// A rank starts round e + 2 only when all have released round e, which each does after its wait for it: no
-// flag is overwritten before it was seen, and no row before it was read.
+// No row is overwritten before it was read: round e + 2, in the same buffer, is started when all have released
+// round e. No flag is overwritten before it was seen: a rank starts round e + 2 after its wait for round e + 1,
+// to which each peer's flag comes after its own wait for round e.
 #pragma once
 
 #include "core/types.h"

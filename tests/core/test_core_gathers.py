@@ -1,0 +1,81 @@
+"""The kernels of the gathers without Python: the protocol under ThreadSanitizer, and the numbers of float8."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from test_core import CSRC, HERE, MUTATIONS, RACE, RUNNABLE, compile_program
+
+SOURCES = [HERE / "race_gathers.cpp", CSRC / "ops" / "query_gather.cc", CSRC / "ops" / "kv_gather.cc"]
+# Beside those of test_core: a start of a chunk that waits for nobody's release.
+NO_CREDITS = {"no credits": 100}
+BUFFERS = {"one for all ranks": 1, "one for each": 0}
+
+
+@pytest.fixture(scope="session")
+def race_programs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """The race program for CTAs of 1 thread (as it is shipped), 2 and 32 threads."""
+    folder = tmp_path_factory.mktemp("race_gathers")
+    common = ["-O1", "-fsanitize=thread", f"-I{HERE}", "-include", "mutation.h"]
+
+    def build(threads: int) -> Path:
+        several = ['-DDCP_CPU_CTA="cta_threads.h"', f"-DDCP_CTA_THREADS={threads}"] if threads > 1 else []
+        return compile_program(folder / str(threads), SOURCES, "baseline", *common, *several)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip((1, 2, 32), pool.map(build, (1, 2, 32)), strict=True))
+
+
+def run_race(
+    program: Path, ranks: int, channels: int, calls: int, seed: int, buffers: str, mutation: str = "none"
+) -> subprocess.CompletedProcess[str]:
+    codes = (BUFFERS[buffers], (MUTATIONS | NO_CREDITS)[mutation])
+    command = [str(program), *map(str, (ranks, channels, calls, seed, *codes))]
+    if shutil.which("setarch"):  # the address layout of newer kernels can be too random for older sanitizers
+        command = ["setarch", "-R", *command]
+    environment = {**os.environ, "TSAN_OPTIONS": f"exitcode={RACE} halt_on_error=1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+@pytest.mark.parametrize("buffers", BUFFERS)
+@pytest.mark.parametrize(
+    ("threads", "ranks", "channels", "calls"),
+    [
+        *[(1, 1, 1, 30), (1, 2, 1, 150), (1, 2, 3, 40), (1, 3, 1, 100), (1, 3, 2, 40), (1, 8, 1, 20)],
+        *[(2, 2, 1, 30), (2, 3, 2, 10), (32, 2, 1, 30), (32, 3, 2, 8)],
+    ],
+)
+def test_no_race(race_programs: dict[int, Path], threads: int, ranks: int, channels: int, calls: int, buffers: str) -> None:
+    for seed in (1, 2):
+        done = run_race(race_programs[threads], ranks, channels, calls, seed, buffers)
+        assert done.returncode == 0, done.stderr[:6000]
+
+
+@pytest.mark.parametrize("buffers", BUFFERS)
+@pytest.mark.parametrize(
+    ("mutation", "threads"),
+    [
+        *[("relaxed signal", 1), ("relaxed signal", 32), ("relaxed release", 1), ("relaxed release", 32)],
+        *[("no publish_done", 2), ("no publish_done", 32), ("no cta.sync", 2), ("no cta.sync", 32)],
+        *[("no credits", 1), ("no credits", 32)],
+    ],
+)
+def test_a_planted_fault_is_reported(race_programs: dict[int, Path], mutation: str, threads: int, buffers: str) -> None:
+    """The proof that the test above can fail."""
+    done = run_race(race_programs[threads], 3, 1, 100, 1, buffers, mutation)
+    assert done.returncode == RACE and "data race" in done.stderr, (done.returncode, done.stderr[:2000])
+
+
+def test_float8_is_right_and_equal_on_all_variants(tmp_path: Path) -> None:
+    checksums = {}
+    for variant in RUNNABLE:
+        program = compile_program(tmp_path, [HERE / "float8.cpp"], variant, "-O3")
+        done = subprocess.run([program], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{variant}: {done.stderr}"
+        checksums[variant] = done.stdout
+    assert len(set(checksums.values())) == 1, checksums
