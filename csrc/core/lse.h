@@ -24,10 +24,8 @@ DCP_FN float load_lse(const void* lse, DType dtype, int64_t index) {
 }
 
 // base^delta for delta = lse - max <= 0. The subtraction is done in the producer's base, so that only base e
-// pays a rounding for the change to powers of 2.
-DCP_FN float lse_exp(float delta, LseBase base) {
-  return arch::exp2(base == LseBase::kE ? delta * kLog2E : delta);
-}
+// pays a rounding for the change to powers of 2; log2_of_base is 1 for the other.
+DCP_FN float lse_exp(float delta, float log2_of_base) { return arch::exp2(delta * log2_of_base); }
 
 DCP_FN float merged_lse(float max, float sum, LseBase base) {
   const float log2_sum = arch::log2(sum);

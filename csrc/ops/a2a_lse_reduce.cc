@@ -179,7 +179,8 @@ struct Tile {
 };
 
 // The weights of a tile: weight[s][h] = exp(lse_s - max) / sum, 0 for an empty shard. Every head goes through
-// the shards in rank order; the tile's heads go side by side.
+// the shards in rank order; the tile's heads go side by side. The loops over heads are the inner ones and
+// have no branches: of such loops the compiler makes vectors.
 template <Wire kWire>
 DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round, const Tile& tile,
                          bool own_is_empty, float (*weight)[arch::kHeadTile], uint64_t& num_nonfinite) {
@@ -201,20 +202,36 @@ DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round
       }
     }
   }
+  const LseBase base = p.lse_base;
+  const float log2_of_base = base == LseBase::kE ? kLog2E : 1.0f;
+  float max[arch::kHeadTile], sum[arch::kHeadTile];
   for (int h = lanes.rank(); h < arch::kHeadTile; h += lanes.size()) {
-    float max = weight[0][h];
-    for (int s = 1; s < num_ranks; ++s) max = weight[s][h] > max ? weight[s][h] : max;
-    const float shift = is_finite(max) ? max : 0.0f;  // all empty: -inf - 0, no NaN
-    float sum = 0.0f;
-    for (int s = 0; s < num_ranks; ++s) {
-      weight[s][h] = lse_exp(weight[s][h] - shift, p.lse_base);
-      sum += weight[s][h];
+    max[h] = weight[0][h];
+    sum[h] = 0.0f;
+  }
+  for (int s = 1; s < num_ranks; ++s) {
+    for (int h = lanes.rank(); h < arch::kHeadTile; h += lanes.size()) {
+      max[h] = weight[s][h] > max[h] ? weight[s][h] : max[h];
     }
-    const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
-    for (int s = 0; s < num_ranks; ++s) weight[s][h] *= scale;
-    if (p.out_lse != nullptr && h < tile.num_heads) {
+  }
+  for (int h = lanes.rank(); h < arch::kHeadTile; h += lanes.size()) {
+    if (!is_finite(max[h])) max[h] = 0.0f;  // all empty: -inf - 0, no NaN
+  }
+  for (int s = 0; s < num_ranks; ++s) {
+    for (int h = lanes.rank(); h < arch::kHeadTile; h += lanes.size()) {
+      weight[s][h] = lse_exp(weight[s][h] - max[h], log2_of_base);
+      sum[h] += weight[s][h];
+    }
+  }
+  for (int s = 0; s < num_ranks; ++s) {
+    for (int h = lanes.rank(); h < arch::kHeadTile; h += lanes.size()) {
+      weight[s][h] *= sum[h] > 0.0f ? 1.0f / sum[h] : 0.0f;
+    }
+  }
+  if (p.out_lse != nullptr) {
+    for (int h = lanes.rank(); h < tile.num_heads; h += lanes.size()) {
       p.out_lse[tile.token * p.out_lse_token_stride + (tile.first_head + h) * p.out_lse_head_stride] =
-          sum > 0.0f ? merged_lse(max, sum, p.lse_base) : -__builtin_inff();
+          sum[h] > 0.0f ? merged_lse(max[h], sum[h], base) : -__builtin_inff();
     }
   }
   lanes.sync();
