@@ -49,8 +49,8 @@ class WorkspaceConfig:
         timeout_s: seconds that a wait for another rank may take; 0 = for ever. DCPKERNELS_TIMEOUT_S replaces it.
         first_call_timeout_s: the same for the first call of a lane, and for making the workspace: ranks start at
             different times. DCPKERNELS_FIRST_CALL_TIMEOUT_S replaces it.
-        cpu_isa: "v4", "v3" or "baseline"; None = DCPKERNELS_CPU_ISA, else the best that the processor runs. All give
-            the same bits.
+        cpu_isa: "v4_bf16", "v4", "v3" or "baseline"; None = DCPKERNELS_CPU_ISA, else the best that the processor runs.
+            All give the same bits.
         start_epoch: where the 64-bit epochs start, at least 2 in the low 32 bits; for tests of the wrap at 2**32.
 
     num_channels, zero_copy, wire, packet_bytes and multicast have no effect on the collective backend.

@@ -15,7 +15,7 @@ from dcpkernels.errors import DcpInvalidArgument
 # 30 years: what still fits the nanoseconds of a 64-bit clock.
 MAX_TIMEOUT_S = 1e9
 
-CPU_ISAS = ("auto", "v4", "v3", "baseline")
+CPU_ISAS = ("auto", "v4_bf16", "v4", "v3", "baseline")
 
 
 class Variable(NamedTuple):
@@ -28,7 +28,7 @@ VARIABLES = (
     Variable(
         "DCPKERNELS_CPU_ISA",
         "auto",
-        "CPU kernel variant: auto (the best that this CPU runs), v4 or v3 (x86-64-v4, x86-64-v3), baseline",
+        "CPU kernel variant: auto (the best that this CPU runs), v4_bf16 (x86-64-v4 with AVX512-BF16), v4, v3, baseline",
     ),
     Variable(
         "DCPKERNELS_TIMEOUT_S",

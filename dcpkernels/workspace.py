@@ -153,7 +153,7 @@ class Workspace:
 
     @property
     def isa(self) -> str:
-        """The CPU variant that runs: "v4", "v3" or "baseline"."""
+        """The CPU variant that runs: "v4_bf16", "v4", "v3" or "baseline"."""
         return self._open_impl("isa").isa
 
     # -- life

@@ -15,7 +15,7 @@ from dcpkernels.testing.inputs import KINDS
 from tests.a2a_calls import Call, assemble, config_for, make_call, merge, run_calls, same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-CPU_ISAS = ["v4", "v3", "baseline"]
+CPU_ISAS = ["v4_bf16", "v4", "v3", "baseline"]
 
 
 def executable_isas() -> list[str]:

@@ -178,7 +178,7 @@ def test_bench_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows:
         assert (row["op"], row["device"], row["num_ranks"]) == ("a2a_lse_reduce", "cpu", 2)
         assert (row["num_heads"], row["head_dim"], row["dtype"]) == (4, 64, "bf16")
-        assert row["isa"] in ("v4", "v3", "baseline") and row["machine"]["cpu"] in printed
+        assert row["isa"] in ("v4_bf16", "v4", "v3", "baseline") and row["machine"]["cpu"] in printed
         assert row["bytes"] == row["num_tokens"] * 2 * (64 * 2 + 4)
         gloo = row["baselines"]["gloo"]
         for timed in (row, gloo):

@@ -54,7 +54,7 @@ def test_bad_seconds(monkeypatch, name, read, text):
 
 def test_bad_isa(monkeypatch):
     monkeypatch.setenv("DCPKERNELS_CPU_ISA", "avx2")
-    with pytest.raises(DcpInvalidArgument, match="^DCPKERNELS_CPU_ISA: .*v4, v3, baseline.*got 'avx2'"):
+    with pytest.raises(DcpInvalidArgument, match="^DCPKERNELS_CPU_ISA: .*v4_bf16, v4, v3, baseline.*got 'avx2'"):
         env.cpu_isa()
 
 

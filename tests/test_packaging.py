@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 IS_X86_64 = platform.machine() == "x86_64"
-VARIANTS = ["v4", "v3", "baseline"] if IS_X86_64 else ["baseline"]
+VARIANTS = ["v4_bf16", "v4", "v3", "baseline"] if IS_X86_64 else ["baseline"]
 CXX = os.environ.get("DCPKERNELS_CXX") or os.environ.get("CXX") or "g++"
 
 # ---- setup.py, on a project with one op and two bindings, small enough to be built many times
@@ -182,8 +182,13 @@ def test_flags(project: Project) -> None:
         assert "-DDCP_TARGET_CPU" in line and "-Werror" not in line
         assert not re.search(r"-march=native|-mtune=native|-ffast-math|-Ofast|-funsafe-math", line)
         assert "torch" not in line
-    expected = {"v4": ["-march=x86-64-v4"], "v3": ["-march=x86-64-v3"], "baseline": []}
-    march = {re.search(r"-DDCP_NS=(\w+)", line)[1]: re.findall(r"-march=\S+", line) for line in ops}
+    expected = {
+        "v4_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
+        "v4": ["-march=x86-64-v4"],
+        "v3": ["-march=x86-64-v3"],
+        "baseline": [],
+    }
+    march = {re.search(r"-DDCP_NS=(\w+)", line)[1]: re.findall(r"-march=\S+|-mavx\S+", line) for line in ops}
     assert march == {variant: expected[variant] for variant in VARIANTS}
     for line in bindings:
         assert "-march" not in line
@@ -307,6 +312,7 @@ print(repr((elapsed_ms, added, modules)))
 
 # What a plain x86-64 lacks: all that is VEX or EVEX coded, and the bit manipulation of v3.
 NEEDS_V3 = re.compile(r"v(?!err|erw)\w+|mulx|rorx|s[ah][lr]x|andn|bextr|bls\w+|bzhi|pdep|pext|lzcnt|movbe")
+NEEDS_V4_BF16 = re.compile(r"v\w*bf16\w*")
 NEEDS_V4 = re.compile(r"%zmm|%[xy]mm(?:1[6-9]|2\d|3[01])\b|%k[0-7]\b")
 
 
@@ -315,18 +321,25 @@ def test_vector_instructions_stay_in_their_variant() -> None:
     """A function that variants share would be taken from the first one linked, and kill older machines."""
     module = importlib.util.find_spec("dcpkernels._C_cpu").origin
     listing = run(["objdump", "--disassemble", "--no-show-raw-insn", module])
-    symbol, seen, strays = "", {"v4": 0, "v3": 0}, {}
+    # Who may have what: `v4` stands for its own name and for that of v4_bf16.
+    allowed = {"v4_bf16": ("v4_bf16",), "v4": ("v4",), "v3": ("v4", "v3")}
+    symbol, seen, strays = "", dict.fromkeys(allowed, 0), {}
     for line in listing.splitlines():
         if header := re.fullmatch(r"[0-9a-f]+ <(.+)>:", line):
             symbol = header[1]
         elif "\t" in line:
             instruction = line.split("\t", 1)[1]
             mnemonic = instruction.split(maxsplit=1)[0]
-            needs = "v4" if NEEDS_V4.search(instruction) else "v3" if NEEDS_V3.fullmatch(mnemonic) else ""
-            if needs:
-                seen[needs] += 1
-                allowed = ("v4",) if needs == "v4" else ("v4", "v3")
-                if not any(name in symbol for name in allowed):
-                    strays[symbol] = instruction
-    assert seen["v4"] and seen["v3"], "the module has no variants"
+            if NEEDS_V4_BF16.fullmatch(mnemonic):
+                needs = "v4_bf16"
+            elif NEEDS_V4.search(instruction):
+                needs = "v4"
+            elif NEEDS_V3.fullmatch(mnemonic):
+                needs = "v3"
+            else:
+                continue
+            seen[needs] += 1
+            if not any(name in symbol for name in allowed[needs]):
+                strays[symbol] = instruction
+    assert all(seen.values()), f"the module lacks a variant: {seen}"
     assert not strays

@@ -149,16 +149,38 @@ DCP_FN __m512i round_to_high_half(FloatVec x) {
   const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
 }
-template <bool kStream = false>
-DCP_FN void store_pair(BFloat16* p, FloatVec even, FloatVec odd) {
+DCP_FN __m512i round_pair(FloatVec even, FloatVec odd) {
   __m512i low = round_to_high_half(even), high = round_to_high_half(odd);
   if (__builtin_expect(_mm512_cmp_ps_mask(even.v, odd.v, _CMP_UNORD_Q) != 0, 0)) {
     const __m512i nan = _mm512_set1_epi32(0x7fc00000);
     low = _mm512_mask_mov_epi32(low, _mm512_cmp_ps_mask(even.v, even.v, _CMP_UNORD_Q), nan);
     high = _mm512_mask_mov_epi32(high, _mm512_cmp_ps_mask(odd.v, odd.v, _CMP_UNORD_Q), nan);
   }
-  store_bytes<kStream>(p, _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(low, 16), high));
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(low, 16), high);
 }
+#if defined(__AVX512BF16__)
+// The instruction rounds as above, but takes subnormals for 0 and keeps payloads of NaNs: a vector with one
+// of these goes the long way. Zeros do not: they are right, and common.
+template <bool kStream = false>
+DCP_FN void store_pair(BFloat16* p, FloatVec even, FloatVec odd) {
+  constexpr int kQuietNan = 0x01, kSubnormal = 0x20, kSignallingNan = 0x80;
+  constexpr int kHard = kQuietNan | kSubnormal | kSignallingNan;
+  const __mmask16 hard_even = _mm512_fpclass_ps_mask(even.v, kHard);
+  const __mmask16 hard_odd = _mm512_fpclass_ps_mask(odd.v, kHard);
+  if (__builtin_expect(!_mm512_kortestz(hard_even, hard_odd), 0)) {
+    return store_bytes<kStream>(p, round_pair(even, odd));
+  }
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd.v, even.v);  // all the even ones, then all the odd
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                                         22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  store_bytes<kStream>(p, _mm512_permutexvar_epi16(order, halves));
+}
+#else
+template <bool kStream = false>
+DCP_FN void store_pair(BFloat16* p, FloatVec even, FloatVec odd) {
+  store_bytes<kStream>(p, round_pair(even, odd));
+}
+#endif
 
 DCP_FN void load_pair(const Half* p, FloatVec& first, FloatVec& second) {
   first.v = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

@@ -6,7 +6,7 @@
 #include "core/types.h"
 
 #ifndef DCP_NS
-#error "define DCP_NS: the namespace of this compilation (v4, v3, baseline, cuda, hip, ...)"
+#error "define DCP_NS: the namespace of this compilation (v4_bf16, v4, v3, baseline, cuda, hip, ...)"
 #endif
 
 #if defined(DCP_TARGET_CPU)

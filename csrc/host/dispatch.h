@@ -15,6 +15,9 @@ namespace dcp {
   QueryGatherFns query_gather();    \
   KvGatherFns kv_gather();          \
   }
+#if defined(DCP_HAVE_V4_BF16)
+DCP_DECLARE_OPS(v4_bf16)
+#endif
 #if defined(DCP_HAVE_V4)
 DCP_DECLARE_OPS(v4)
 #endif
@@ -33,7 +36,7 @@ struct Variant {
   KvGatherFns (*kv_gather)();
 };
 
-#if defined(DCP_HAVE_V4) || defined(DCP_HAVE_V3)
+#if defined(DCP_HAVE_V4_BF16) || defined(DCP_HAVE_V4) || defined(DCP_HAVE_V3)
 // The x86-64 psABI levels; __builtin_cpu_supports also asks the OS whether it saves the wide registers.
 inline bool runs_v3() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
@@ -45,10 +48,14 @@ inline bool runs_v4() {
          __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vl");
 }
+inline bool runs_v4_bf16() { return runs_v4() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 #define DCP_VARIANT(ns, runs_here) {#ns, runs_here, &ns::a2a_lse_reduce, &ns::query_gather, &ns::kv_gather}
 inline constexpr Variant kVariants[] = {
+#if defined(DCP_HAVE_V4_BF16)
+    {"v4_bf16", runs_v4_bf16, &v4_bf16::a2a_lse_reduce},
+#endif
 #if defined(DCP_HAVE_V4)
     DCP_VARIANT(v4, runs_v4),
 #endif

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dcpkernels import __version__
+from dcpkernels import __version__, env
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
 
 DEFAULT_PNG = "dcpkernels-demo.png"
@@ -96,7 +96,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     bench.add_argument("--packet-bytes", type=int, choices=(8, 16, 128), default=8, help="with --wire packet (default 8)")
     bench.add_argument("--zero-copy", action="store_true",
                        help="the partial output lies in memory of the workspace, and peers read it there")  # fmt: skip
-    bench.add_argument("--isa", choices=("auto", "v4", "v3", "baseline"), default="auto", help="CPU kernel variant")
+    bench.add_argument("--isa", choices=env.CPU_ISAS, default="auto", help="CPU kernel variant")
     bench.add_argument("--iters", type=_count, default=200, help="timed samples of each candidate (default 200)")
     bench.add_argument("--warmup", type=int, default=3, help="turns before those (default 3)")
     bench.add_argument("--turn", type=_count, default=8,

@@ -75,21 +75,43 @@ void check_exp2() {
   }
 }
 
+// Floats to T by the vector form. Which element a lane holds is the vector's own business: it is asked.
+template <class T>
+class Store {
+ public:
+  using Vec = arch::RowVec<T>;
+  static constexpr int kLanes = Vec::kElements;
+  Store() {
+    T numbered[kLanes];
+    float held[kLanes];
+    for (int i = 0; i < kLanes; ++i) numbered[i] = arch::from_float<T>(float(i));
+    const Vec probe = Vec::load(numbered);
+    arch::store_pair(held, probe.first, probe.second);
+    for (int lane = 0; lane < kLanes; ++lane) order_[lane] = int(held[lane]);
+  }
+  void operator()(const float* in, T* out, int num_elements) const {
+    for (int i = 0; i < num_elements; i += kLanes) {
+      float lanes[kLanes];
+      for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = in[i + order_[lane]];
+      Vec v;
+      arch::load_pair(lanes, v.first, v.second);
+      v.store(out + i);
+    }
+  }
+
+ private:
+  int order_[kLanes];
+};
+constexpr int kBatch = 32;  // a multiple of the elements of any vector: the same numbers for every variant
+
 // Every half and every bfloat16 goes to float and back unchanged; floats between two neighbours go to the
 // even one at a tie; the vector forms give the bits of the scalar ones.
 template <class T>
 void check_conversions(const char* name) {
   using Vec = arch::RowVec<T>;
-  constexpr int kLanes = Vec::kElements, kBatch = 32;  // a batch draws the same numbers on every variant
+  constexpr int kLanes = Vec::kElements;
   static_assert(kBatch % kLanes == 0);
-  // Which element a lane holds is the vector's own business: ask it.
-  int order[kLanes];
-  T numbered[kLanes];
-  float held[kLanes];
-  for (int i = 0; i < kLanes; ++i) numbered[i] = arch::from_float<T>(float(i));
-  const Vec probe = Vec::load(numbered);
-  arch::store_pair(held, probe.first, probe.second);
-  for (int lane = 0; lane < kLanes; ++lane) order[lane] = int(held[lane]);
+  const Store<T> store;
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
     const T x = {uint16_t(bits)};
     const float f = arch::to_float(x);
@@ -117,13 +139,7 @@ void check_conversions(const char* name) {
         bits = (bits & 0x807fffffu) | (100u + uint32_t(random() % 45)) << 23;  // around a half's range
       in[i] = arch::bit_cast<float>(bits);
     }
-    for (int i = 0; i < kBatch; i += kLanes) {
-      float lanes[kLanes];
-      for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = in[i + order[lane]];
-      Vec v;
-      arch::load_pair(lanes, v.first, v.second);
-      v.store(out + i);
-    }
+    store(in, out, kBatch);
     for (int i = 0; i < kBatch; ++i) {
       const uint16_t scalar = arch::from_float<T>(in[i]).bits;
       require(scalar == out[i].bits, name, in[i], scalar, out[i].bits);
@@ -142,6 +158,39 @@ void check_conversions(const char* name) {
   }
 }
 
+// Every sign, exponent and upper fraction, with what lies around a tie below it: subnormals, NaNs of all
+// kinds, infinities, what rounds to them. Such floats stand alone among ordinary ones, in every lane in turn,
+// and side by side: an instruction that does not round them as it should has another way for the whole
+// vector.
+template <class T>
+void check_hard_floats(const char* name) {
+  const Store<T> store;
+  float among[kBatch], all[kBatch];
+  T out[kBatch];
+  for (int i = 0; i < kBatch; ++i) among[i] = (i % 3 - 1.5f) * (1.0f + float(i) * 0x1.08p-9f);
+  const auto check = [&](const float* in) {
+    store(in, out, kBatch);
+    for (int i = 0; i < kBatch; ++i) {
+      const uint16_t scalar = arch::from_float<T>(in[i]).bits;
+      require(scalar == out[i].bits, name, in[i], scalar, out[i].bits);
+    }
+  };
+  int place = 0;
+  for (uint32_t low : {0x0000u, 0x0001u, 0x0fffu, 0x1000u, 0x1001u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
+    for (uint32_t high = 0; high < 0x10000; ++high) {
+      const float hard = arch::bit_cast<float>(high << 16 | low);
+      all[place] = hard;
+      const float ordinary = among[place];
+      among[place] = hard;
+      check(among);
+      among[place] = ordinary;
+      add(float(arch::from_float<T>(hard).bits));
+      place = (place + 1) % kBatch;
+      if (place == 0) check(all);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -149,6 +198,8 @@ int main() {
   check_exp2();
   check_conversions<Half>("float16");
   check_conversions<BFloat16>("bfloat16");
+  check_hard_floats<Half>("float16, hard");
+  check_hard_floats<BFloat16>("bfloat16, hard");
   require(std::isinf(arch::to_float(arch::from_float<Half>(65520.0f))), "float16 overflow", 65520);
   require(arch::from_float<Half>(65519.0f).bits == 0x7bff, "float16 largest", 65519);
   require(std::isinf(arch::to_float(arch::from_float<BFloat16>(3.4e38f))), "bfloat16 overflow", 3.4e38);

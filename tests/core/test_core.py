@@ -17,7 +17,8 @@ from dcpkernels import _backend
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 VARIANT_FLAGS = {
-    "v4": ["-march=x86-64-v4", "-Wno-maybe-uninitialized"],
+    "v4_bf16": ["-march=x86-64-v4", "-mavx512bf16", "-Wno-uninitialized"],
+    "v4": ["-march=x86-64-v4", "-Wno-uninitialized"],
     "v3": ["-march=x86-64-v3"],
     "baseline": [],
 }
