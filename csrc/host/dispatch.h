@@ -54,7 +54,7 @@ inline bool runs_v4_bf16() { return runs_v4() && __builtin_cpu_supports("avx512b
 #define DCP_VARIANT(ns, runs_here) {#ns, runs_here, &ns::a2a_lse_reduce, &ns::query_gather, &ns::kv_gather}
 inline constexpr Variant kVariants[] = {
 #if defined(DCP_HAVE_V4_BF16)
-    {"v4_bf16", runs_v4_bf16, &v4_bf16::a2a_lse_reduce},
+    DCP_VARIANT(v4_bf16, runs_v4_bf16),
 #endif
 #if defined(DCP_HAVE_V4)
     DCP_VARIANT(v4, runs_v4),
