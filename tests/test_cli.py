@@ -15,6 +15,7 @@ import torch
 from dcpkernels import __version__, _backend
 from dcpkernels.cli import DEFAULT_PNG, bench, context, demo, main, measure, table
 from dcpkernels.cli.attention import attend_to_all, attend_to_shard
+from dcpkernels.cli.bench_a2a_lse_reduce import A2aLseReduce
 from dcpkernels.cli.demo_check import check
 from dcpkernels.cli.demo_rank import OURS, RankResult
 from dcpkernels.errors import DcpError
@@ -170,16 +171,16 @@ def test_both_attentions_are_attention() -> None:
 
 def test_bench_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
-    assert main([*TINY_BENCH, "--device", "cpu", "--ranks", "2", "--tokens", "1,3", "--json", str(out)]) == 0
+    assert main([*TINY_BENCH, "--device", "cpu", "--ranks", "2,4", "--tokens", "1,3", "--json", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "gloo median us" in printed and torch.__version__ in printed
     rows = json.loads(out.read_text())
-    assert [row["num_tokens"] for row in rows] == [1, 3]
+    assert [(row["num_ranks"], row["num_tokens"]) for row in rows] == [(2, 1), (2, 3), (4, 1), (4, 3)]
     for row in rows:
-        assert (row["op"], row["device"], row["num_ranks"]) == ("a2a_lse_reduce", "cpu", 2)
+        assert (row["op"], row["device"]) == ("a2a_lse_reduce", "cpu")
         assert (row["num_heads"], row["head_dim"], row["dtype"]) == (4, 64, "bf16")
         assert row["isa"] in ("v4_bf16", "v4", "v3", "baseline") and row["machine"]["cpu"] in printed
-        assert row["bytes"] == row["num_tokens"] * 2 * (64 * 2 + 4)
+        assert row["bytes"] == row["num_tokens"] * {2: 2, 4: 3}[row["num_ranks"]] * (64 * 2 + 4)
         gloo = row["baselines"]["gloo"]
         for timed in (row, gloo):
             assert 0 < timed["median_us"] <= timed["p99_us"] and 0 < timed["max_err_over_bound"] <= 1
@@ -216,9 +217,9 @@ def test_bench_of_a_variant_without_baselines_and_with_one_rank(tmp_path: Path) 
 
 
 def test_bench_times_nothing_wrong() -> None:
-    wrong = bench.BenchOptions(tokens=(2,), num_heads=4, head_dim=64, iters=2, warmup=1, lse_base="2")
+    wrong = A2aLseReduce(tokens=(2,), num_heads=4, head_dim=64, iters=2, warmup=1, lse_base="2")
     with pytest.raises(DcpError, match=r"dcpkernels must be within the error bound .* times the bound at num_tokens=2"):
-        bench.measure_row(wrong, 2, bench.check(wrong))
+        bench.measure_row(wrong, 2, 2, bench.check(wrong))
 
 
 def test_pytest_benchmark_reads_the_times_of_the_ranks(tmp_path: Path) -> None:
@@ -260,11 +261,11 @@ def _bind(group: torch.distributed.ProcessGroup) -> tuple[set[int], set[int]]:
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["bench", "all_to_all"], "bench: op must be one of a2a_lse_reduce (got 'all_to_all')"),
         (["bench", "a2a_lse_reduce", "--device", "cuda"], "device must have a built target: cpu (got 'cuda')"),
         (["bench", "a2a_lse_reduce", "--ranks", "7"], "num_heads must be divisible by num_ranks=7 (got 96)"),
         (["bench", "a2a_lse_reduce", "--baselines", "gloo,nccl"], "baselines must be of gloo, gloo-exchange, openmpi, openmpi-exchange (got nccl)"),
         (["bench", "a2a_lse_reduce", "--tokens", ","], "tokens must name at least one number"),
+        (["bench", "a2a_lse_reduce", "--ranks", ","], "ranks must name at least one number"),
         (["bench", "a2a_lse_reduce", "--json", "/nowhere/out.json"], "--json: must be a file in a writable folder"),
         (["demo", "--ranks", "5"], "num_heads must be divisible by num_ranks=5 (got 96)"),
         (["demo", "--png", "/nowhere/demo.png"], "--png: must be a file in a writable folder"),
@@ -285,7 +286,12 @@ def test_a_request_that_cannot_be_served(args: list[str], text: str, capsys: pyt
         (["demo", "--help"], 0, "--interleave"),
         ([], 2, "COMMAND"),
         (["demo", "--ranks", "0"], 2, "must be at least 1 (got 0)"),
+        (["bench", "a2a_lse_reduce", "--help"], 0, "max_err_over_bound"),
         (["bench", "a2a_lse_reduce", "--tokens", "1,x"], 2, "invalid list of count value"),
+        (["bench", "a2a_lse_reduce", "--ranks", "2,0"], 2, "must be at least 1 (got 0)"),
+        (["bench", "a2a_lse_reduce", "--rows", "7"], 2, "unrecognized arguments: --rows"),
+        (["bench", "all_to_all"], 2, "invalid choice: 'all_to_all'"),
+        (["bench"], 2, "OP"),
     ],
 )
 def test_what_argparse_answers(args: list[str], exit_code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,7 @@ import dcpkernels
 from dcpkernels import _backend
 from dcpkernels.testing.timing import interleave
 
-BARRIER_LANE = 1
-NUM_LANES = 2  # of a workspace that is timed: lane 0 for what is timed, the other for the barrier
+NUM_LANES = 2  # of a workspace whose merges are timed: lane 0 for them, the last one for the barrier
 
 
 def use_spare_cpus(num_ranks: int) -> None:
@@ -33,7 +32,7 @@ def bind_to_own_cpus(rank: int, num_ranks: int) -> None:
 
 
 class Barrier:
-    """All ranks of a workspace meet: an empty round of the op itself, on a lane of its own.
+    """All ranks of a workspace meet: a merge without tokens, on the last lane, where nothing else may merge.
 
     A barrier over sockets leaves the ranks milliseconds apart when there are more of them than CPUs, and the first call
     after it would be charged for that. This one waits in memory and lets go of a CPU that a peer may need.
@@ -46,11 +45,11 @@ class Barrier:
             torch.empty(0, config.num_heads),
         )
         self._out = torch.empty(0, workspace.num_local_heads, config.head_dim, dtype=config.dtype)
-        self._workspace = workspace
+        self._workspace, self._lane = workspace, config.num_lanes - 1
 
     def __call__(self) -> None:
         dcpkernels.a2a_lse_reduce(
-            *self._args, workspace=self._workspace, lse_base="e", out=self._out, lane=BARRIER_LANE
+            *self._args, workspace=self._workspace, lse_base="e", out=self._out, lane=self._lane
         )
 
 

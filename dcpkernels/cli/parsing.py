@@ -1,0 +1,21 @@
+"""Values of options, as argparse's `type`. Imports no torch: `--help` is quick."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+
+def count(text: str) -> int:
+    value = int(text.replace("_", ""))
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1 (got {value})")
+    return value
+
+
+def list_of(kind: Callable[[str], object]) -> Callable[[str], tuple]:
+    def parse(text: str) -> tuple:
+        return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+
+    parse.__name__ = f"list of {getattr(kind, '__name__', 'values')}"  # argparse puts it into its message
+    return parse
