@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dcpkernels import __version__, _backend
-from dcpkernels.cli import DEFAULT_PNG, bench, context, demo, main, measure, table
+from dcpkernels.cli import DEFAULT_PNG, bench, context, demo, floor, main, measure, table
 from dcpkernels.cli.attention import attend_to_all, attend_to_shard
 from dcpkernels.cli.bench_a2a_lse_reduce import A2aLseReduce
 from dcpkernels.cli.demo_check import check
@@ -220,6 +220,13 @@ def test_bench_times_nothing_wrong() -> None:
     wrong = A2aLseReduce(tokens=(2,), num_heads=4, head_dim=64, iters=2, warmup=1, lse_base="2")
     with pytest.raises(DcpError, match=r"dcpkernels must be within the error bound .* times the bound at num_tokens=2"):
         bench.measure_row(wrong, 2, 2, bench.check(wrong))
+
+
+def test_the_floor_is_of_the_copies_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_backend, "num_usable_cpus", lambda: 2)
+    assert floor.of_all_ranks_us([[3.0, 4.0]]) == 3
+    assert floor.of_all_ranks_us([[3.0, 4.0], [5.0, 2.0]]) == 3  # the second round, two at once
+    assert floor.of_all_ranks_us([[1.0], [2.0], [3.0], [4.0]]) == 5  # two on each CPU
 
 
 def test_pytest_benchmark_reads_the_times_of_the_ranks(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def measure_row(op: BenchOp, num_ranks: int, size: int, isa: str) -> tuple[dict[
             raise DcpError(f"bench: {op.wrong(name, error)} at {op.SIZE}={size}, {num_ranks} ranks)")
     times = {name: max_over_ranks([rank.times_us[name] for rank in per_rank]) for name in errors}
     num_bytes = op.num_bytes(num_ranks, size)
-    floor_us = min(max_over_ranks([rank.memcpy_us for rank in per_rank])) if num_bytes else 0.0
+    floor_us = floor.of_all_ranks_us([rank.memcpy_us for rank in per_rank]) if num_bytes else 0.0
     ours = summarize(times[OURS])
     row = {
         "op": op.NAME,

