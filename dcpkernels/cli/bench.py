@@ -13,12 +13,14 @@ import torch
 import dcpkernels
 from dcpkernels.cli import baselines, floor, machine, measure, openmpi, table
 from dcpkernels.cli.bench_a2a_lse_reduce import A2aLseReduce
+from dcpkernels.cli.bench_kv_gather import KvGather
 from dcpkernels.cli.bench_op import OURS, BenchOp
+from dcpkernels.cli.bench_query_gather import QueryGather
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
 from dcpkernels.testing import run_ranks
 from dcpkernels.testing.timing import max_over_ranks, summarize
 
-OPS: dict[str, type[BenchOp]] = {op.NAME: op for op in (A2aLseReduce,)}
+OPS: dict[str, type[BenchOp]] = {op.NAME: op for op in (A2aLseReduce, QueryGather, KvGather)}
 
 _TIMEOUT_S = 900.0  # of one row; a run that gets there is stuck
 

@@ -10,6 +10,7 @@ from dcpkernels import env
 from dcpkernels.cli.parsing import count, list_of
 
 _MERGED = ("bf16", "fp16", "fp32")
+_GATHERED = (*_MERGED, "e4m3", "e5m2")
 
 _EPILOG = (
     "bytes: what one rank has to store.  floor_us: memcpy of as many bytes by all rank processes at once, each from "
@@ -22,6 +23,22 @@ _MERGE_EPILOG = (
     "torch ops; gloo-exchange and openmpi-exchange are the all-to-all alone, of the same bytes, packed beforehand.  "
     f"{_EPILOG}  bytes are what one rank moves to the others.  max_err_over_bound: largest error / the bound in "
     "docs/protocol.md over all ranks; above 1 the run fails."
+)
+_WRONG_BYTES = (
+    f"{_EPILOG}  bytes are those of the rank's own part, stored once: on a CPU all ranks map one buffer.  wrong_bytes: "
+    "bytes that differ from the reference, the most on any rank; above 0 the run fails."
+)
+_QUERY_EPILOG = (
+    "A call is query_gather. Its query is open until the merge that follows in a decode step; here release_query ends "
+    "its use before the next sample, untimed.  baseline gloo: parts are concatenated and quantised by torch ops where "
+    "there are any, then all_gather_into_tensor to [W, T, H/W, Dq] and a copy to [T, H, Dq], the final buffer. All is "
+    f"allocated beforehand.  {_WRONG_BYTES}"
+)
+_KV_EPILOG = (
+    "A call is kv_gather, start and wait, of a chunk that is one request of so many tokens, in blocks in random order."
+    "  baseline gloo: index_select of the rank's blocks into a slab, all_gather_into_tensor of the slabs, padded to "
+    "equal length, and one copy of the transposed view [runs, W, interleave, dim], which is sequence order: the fastest "
+    f"of three ways. All is allocated beforehand.  {_WRONG_BYTES}"
 )
 
 
@@ -62,6 +79,21 @@ def add(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace]
     add("--packet-bytes", type=int, choices=(8, 16, 128), default=8, help="with --wire packet (default 8)")
     add("--zero-copy", action="store_true",
         help="the partial output lies in memory of the workspace, and peers read it there")  # fmt: skip
+
+    add = add_op("query_gather", "gather of the query's heads", _QUERY_EPILOG, dtypes=_GATHERED, iters=200)
+    _add_tokens_and_heads(add, "elements of one head of the query", 576)
+    _add_baselines(add, "gloo, or none")
+    add("--parts", type=list_of(count), default=(), metavar="D[,D...]",
+        help="the query is given in parts of so many elements, --head-dim in all, for example 512,64")  # fmt: skip
+    add("--quantise", action="store_true", help="the query is gathered in fp8 e4m3, rounded on its way")
+
+    add = add_op("kv_gather", "gather of a chunk of context", _KV_EPILOG, dtypes=_GATHERED, iters=24)
+    add("--rows", type=list_of(count), default=(66_048,), metavar="N[,N...]", help="rows of a chunk (default 66048)")
+    add("--kv-dim", type=count, default=576, help="elements of one row of the cache (default 576)")
+    add("--block-size", type=count, default=64, help="rows of a block of the paged cache (default 64)")
+    add("--interleave", type=count, default=1, help="consecutive tokens that a rank holds (default 1)")
+    _add_baselines(add, "gloo, or none")
+    _add_burst(add)
 
 
 def _add_tokens_and_heads(add: Callable, head_help: str, head_dim: int) -> None:
