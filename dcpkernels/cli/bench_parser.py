@@ -15,7 +15,7 @@ _GATHERED = (*_MERGED, "e4m3", "e5m2")
 _EPILOG = (
     "bytes: what one rank has to store.  floor_us: memcpy of as many bytes by all rank processes at once, each from "
     "and to memory of its own, source written anew before; what their copies take by themselves, added up and divided "
-    "by the CPUs that they share, best of 5.  pct_of_floor: 100 * floor_us / median_us, 100 would be as fast as the "
+    "by the CPUs that they share, best of 20.  pct_of_floor: 100 * floor_us / median_us, 100 would be as fast as the "
     "memcpy."
 )
 _MERGE_EPILOG = (

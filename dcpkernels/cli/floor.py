@@ -10,7 +10,7 @@ import torch
 
 from dcpkernels import _backend
 
-ROUNDS = 5
+ROUNDS = 20
 _WARMUP = 2
 
 
