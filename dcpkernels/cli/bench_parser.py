@@ -38,7 +38,7 @@ _KV_EPILOG = (
     "A call is kv_gather, start and wait, of a chunk that is one request of so many tokens, in blocks in random order."
     "  baseline gloo: index_select of the rank's blocks into a slab, all_gather_into_tensor of the slabs, padded to "
     "equal length, and one copy of the transposed view [runs, W, interleave, dim], which is sequence order: the fastest "
-    f"of three ways. All is allocated beforehand.  {_WRONG_BYTES}"
+    f"of four ways. All is allocated beforehand.  {_WRONG_BYTES}"
 )
 
 
