@@ -167,7 +167,6 @@ class KvGatherSource:
     def __init__(
         self,
         *,
-        cache: int,
         block_size: int,
         block_stride: int,
         row_stride: int,
@@ -183,10 +182,11 @@ class KvGatherLane:
     ) -> None: ...
     @property
     def buffer_idx(self) -> int: ...
-    def start(self, source: KvGatherSource, chunk_idx: int, plan_digest: int) -> int: ...
+    def start(self, cache: int, source: KvGatherSource, chunk_idx: int, plan_digest: int) -> int: ...
     def start_in_threads(
         self,
         parallel_for: Callable[[int, Callable[[int, int], None]], None],
+        cache: int,
         source: KvGatherSource,
         chunk_idx: int,
         plan_digest: int,

@@ -69,7 +69,6 @@ class DirectBackend:
             read_only_views=env.read_only_views(),
         )
         self.closed = False
-        self.started_chunks: dict[int, Any] = {}  # of kv_gather, by lane
         error = None
         try:
             self._start(group, control, isa, num_cpus, timeout_s, first_call_timeout_s, parallel_for)

@@ -14,7 +14,7 @@ from dcpkernels.config import WorkspaceConfig
 from dcpkernels.region_layout import RegionLayout
 
 if TYPE_CHECKING:
-    from dcpkernels.kv_gather_plan import KVGatherPlan
+    from dcpkernels.ops.kv_gather import Chunk
 
 Memory = Callable[[int, int], Any]  # (offset, bytes) -> a buffer that keeps its memory mapped
 ParallelFor = Callable[[int], Any]  # stream index -> parallel_for of calls on it, or None
@@ -144,43 +144,22 @@ class DirectGathers:
         )
         start = self._in_threads(calls.start, calls.start_in_threads, stream_idx)
         wait = self._in_threads(calls.wait, calls.wait_in_threads, stream_idx)
-        return _KvLane(calls, start, wait)
+        return _KvLane(self._module, calls, start, wait)
 
-    def kv_start(self, lane: int, kv_cache: torch.Tensor, plan: KVGatherPlan, chunk_idx: int, digest: int) -> int:
-        sources, finals = plan.source_rows(chunk_idx), plan.final_rows(chunk_idx)
-        size = kv_cache.element_size()
-        source = self._module.KvGatherSource(
-            cache=kv_cache.data_ptr(),
-            block_size=kv_cache.shape[1],
-            block_stride=kv_cache.stride(0) * size,
-            row_stride=kv_cache.stride(1) * size,
-            row_bytes=kv_cache.shape[2] * size,
-            source_rows=sources.ctypes.data,
-            final_rows=finals.ctypes.data,
-            num_source_rows=len(sources),
-        )
-        return self._kv_lanes[lane].start(source, chunk_idx, digest)
+    def kv_start(self, lane: int, kv_cache: torch.Tensor, chunk: Chunk) -> int:
+        kv_lane = self._kv_lanes[lane]
+        return kv_lane.start(kv_cache.data_ptr(), kv_lane.source(kv_cache, chunk), chunk.index, chunk.digest)
 
-    def kv_wait(
-        self,
-        lane: int,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        chunk_idx: int,
-        digest: int,
-        out: torch.Tensor | None,
-        scale: Any,
-    ) -> tuple[int, torch.Tensor | None]:
+    def kv_wait(self, lane: int, chunk: Chunk, out: torch.Tensor | None, scale: Any) -> tuple[int, torch.Tensor | None]:
         """(status, the chunk [rows, dim] where there is no `out`)."""
         kv_lane = self._kv_lanes[lane]
-        address, stride = (
-            (0, 0) if out is None or out.numel() == 0 else (out.data_ptr(), out.stride(0) * out.element_size())
-        )
+        has_rows = out is not None and out.numel() > 0
+        address, stride = (out.data_ptr(), out.stride(0) * out.element_size()) if has_rows else (0, 0)
         is_tensor = isinstance(scale, torch.Tensor)
         status = kv_lane.wait(
-            chunk_idx,
-            digest,
-            shape[0],
+            chunk.index,
+            chunk.digest,
+            chunk.shape[0],
             address,
             stride,
             scale.data_ptr() if is_tensor else 0,
@@ -188,7 +167,7 @@ class DirectGathers:
         )
         if status != 0 or out is not None:
             return status, None
-        return status, _view(self._kv[lane][kv_lane.calls.buffer_idx], shape, dtype)
+        return status, kv_lane.view(self._kv[lane], chunk)
 
     def _in_threads(
         self, run: Callable[..., int], run_in_threads: Callable[..., int], stream_idx: int
@@ -198,8 +177,42 @@ class DirectGathers:
 
 
 class _KvLane:
-    def __init__(self, calls: Any, start: Callable[..., int], wait: Callable[..., int]) -> None:
-        self.calls, self.start, self.wait = calls, start, wait
+    """What runs the calls of one lane. It remembers what the chunks of the plan that was used last come to: after a chunk
+    has gone through the caches, all that Python does again costs ten times what it costs in a loop."""
+
+    def __init__(self, module: Any, calls: Any, start: Callable[..., int], wait: Callable[..., int]) -> None:
+        self._module, self._calls, self.start, self.wait = module, calls, start, wait
+        self._plan: Any = None
+        self._sources: dict[Any, Any] = {}
+        self._views: dict[Any, torch.Tensor] = {}
+
+    def source(self, kv_cache: torch.Tensor, chunk: Chunk) -> Any:
+        if chunk.plan is not self._plan:
+            self._plan, self._sources, self._views = chunk.plan, {}, {}
+        block_stride, row_stride, _ = kv_cache.stride()
+        key = (chunk.index, chunk.dtype, chunk.shape, block_stride, row_stride)
+        source = self._sources.get(key)
+        if source is None:
+            size = kv_cache.element_size()
+            rows, finals = chunk.plan.source_rows(chunk.index), chunk.plan.final_rows(chunk.index)
+            source = self._sources[key] = self._module.KvGatherSource(
+                block_size=chunk.plan.block_size,
+                block_stride=block_stride * size,
+                row_stride=row_stride * size,
+                row_bytes=chunk.shape[1] * size,
+                source_rows=rows.ctypes.data,  # the plan keeps them
+                final_rows=finals.ctypes.data,
+                num_source_rows=len(rows),
+            )
+        return source
+
+    def view(self, buffers: list[torch.Tensor], chunk: Chunk) -> torch.Tensor:
+        """Of the chunk that was waited for last."""
+        key = (self._calls.buffer_idx, chunk.shape, chunk.dtype)
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = _view(buffers[key[0]], chunk.shape, chunk.dtype)
+        return view.detach()
 
 
 def _bytes_of(memory: Memory, offset: int, num_bytes: int) -> torch.Tensor:

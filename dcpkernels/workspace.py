@@ -85,6 +85,9 @@ class Workspace:
         self._module, self._layout, self._timeout_s = prepared.module, prepared.layout, prepared.timeout_s
         self.num_local_heads = self._layout.num_local_heads
         self._plans: dict[Any, Any] = {}
+        # kv_gather, by lane: the checked chunks of the plan used last; the chunk that was started and not waited for.
+        self._chunks: dict[int, Any] = {}
+        self._started_chunks: dict[int, Any] = {}
         self._impl, reason = self._make_backend(
             backend, prepared, deadline, _backend.num_usable_cpus(cpus for _, cpus in cards), parallel_for
         )
@@ -177,7 +180,7 @@ class Workspace:
         finally:
             if self._impl.closed:  # else a call is in flight; but Ctrl-C may have ended the wait for the peers
                 self._impl = None
-                self._plans = {}
+                self._plans, self._chunks, self._started_chunks = {}, {}, {}
 
     def __enter__(self) -> Workspace:
         return self

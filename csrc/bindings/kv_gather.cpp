@@ -22,19 +22,18 @@ class KvGatherLane : public Plan {
   // This rank's part of a chunk. Strides in bytes; source_rows and final_rows: addresses of int64
   // [num_source_rows].
   struct Source {
-    uint64_t cache;
     int64_t block_size, block_stride, row_stride, row_bytes;
     uint64_t source_rows, final_rows;
     int64_t num_source_rows;
   };
-  int start(const Source& source, int64_t chunk_idx, uint32_t plan_digest) {
-    return run([&] { return prepare_start(source, chunk_idx, plan_digest); });
+  int start(uint64_t cache, const Source& source, int64_t chunk_idx, uint32_t plan_digest) {
+    return run([&] { return prepare_start(cache, source, chunk_idx, plan_digest); });
   }
-  static int start_in_threads(const py::object& self, const py::function& parallel_for, const Source& source,
-                              int64_t chunk_idx, uint32_t plan_digest) {
+  static int start_in_threads(const py::object& self, const py::function& parallel_for, uint64_t cache,
+                              const Source& source, int64_t chunk_idx, uint32_t plan_digest) {
     KvGatherLane& lane = self.cast<KvGatherLane&>();
     return run_in_threads(self, lane, parallel_for,
-                          [&] { return lane.prepare_start(source, chunk_idx, plan_digest); });
+                          [&] { return lane.prepare_start(cache, source, chunk_idx, plan_digest); });
   }
 
   // `out`: address of the bf16 tensor to convert into, out_stride its row stride in bytes; 0: none. `scale`
@@ -56,10 +55,10 @@ class KvGatherLane : public Plan {
   int buffer_idx() const { return p_.buffer_idx; }  // of the chunk that was started last
 
  private:
-  int prepare_start(const Source& source, int64_t chunk_idx, uint32_t plan_digest) {
+  int prepare_start(uint64_t cache, const Source& source, int64_t chunk_idx, uint32_t plan_digest) {
     if (is_started_) return kNotWaited;
-    if (source.num_source_rows > 0 && source.cache == 0) return kNoMemory;
-    p_.cache = reinterpret_cast<const void*>(source.cache);
+    if (source.num_source_rows > 0 && cache == 0) return kNoMemory;
+    p_.cache = reinterpret_cast<const void*>(cache);
     p_.block_size = source.block_size;
     p_.block_stride = source.block_stride;
     p_.row_stride = source.row_stride;
@@ -110,17 +109,17 @@ class KvGatherLane : public Plan {
 void bind_kv_gather(py::module_& module) {
   using Lane = KvGatherLane;
   py::class_<Lane::Source>(module, "KvGatherSource")
-      .def(py::init<uint64_t, int64_t, int64_t, int64_t, int64_t, uint64_t, uint64_t, int64_t>(),
-           py::kw_only(), py::arg("cache"), py::arg("block_size"), py::arg("block_stride"),
-           py::arg("row_stride"), py::arg("row_bytes"), py::arg("source_rows"), py::arg("final_rows"),
-           py::arg("num_source_rows"));
+      .def(py::init<int64_t, int64_t, int64_t, int64_t, uint64_t, uint64_t, int64_t>(), py::kw_only(),
+           py::arg("block_size"), py::arg("block_stride"), py::arg("row_stride"), py::arg("row_bytes"),
+           py::arg("source_rows"), py::arg("final_rows"), py::arg("num_source_rows"));
   py::class_<Lane> lane(module, "KvGatherLane");
   lane.def(py::init<Endpoint&, int, int, uint64_t, uint64_t>(), py::keep_alive<1, 2>(), py::kw_only(),
            py::arg("endpoint"), py::arg("lane"), py::arg("stream_idx"), py::arg("buffer_offset"),
            py::arg("buffer_bytes"))
       .def_property_readonly("buffer_idx", &Lane::buffer_idx);
   const auto start = [&](const char* name, auto function, auto... first) {
-    lane.def(name, function, first..., py::arg("source"), py::arg("chunk_idx"), py::arg("plan_digest"));
+    lane.def(name, function, first..., py::arg("cache"), py::arg("source"), py::arg("chunk_idx"),
+             py::arg("plan_digest"));
   };
   const auto wait = [&](const char* name, auto function, auto... first) {
     lane.def(name, function, first..., py::arg("chunk_idx"), py::arg("plan_digest"), py::arg("num_rows"),

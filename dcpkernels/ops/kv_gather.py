@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -58,9 +58,10 @@ def kv_gather(
         DcpError: a second call on the lane while one is in flight, or the workspace is closed.
         After a fault no chunk is returned, and none that was returned before is valid.
     """
-    _check_output(OP, workspace, kv_cache, plan, chunk_idx, scale, out, lane)
-    _start(OP, kv_cache, plan, chunk_idx, workspace, lane)
-    return _wait(OP, plan, chunk_idx, workspace, scale, out, lane)
+    chunk = _checked(OP, kv_cache, plan, chunk_idx, workspace, lane)
+    _check_output(OP, chunk, workspace, scale, out)  # before anything is sent
+    _start(OP, chunk, kv_cache, workspace, lane)
+    return _wait(OP, chunk, workspace, scale, out, lane)
 
 
 def kv_gather_start(
@@ -80,7 +81,7 @@ def kv_gather_start(
     It waits until every peer has used the chunk before last, whose buffer it writes into. The cache may change as soon as
     it returns. Raises as `kv_gather`, and DcpInvalidArgument when the chunk started before has not been waited for.
     """
-    _start(START_OP, kv_cache, plan, chunk_idx, workspace, lane)
+    _start(START_OP, _checked(START_OP, kv_cache, plan, chunk_idx, workspace, lane), kv_cache, workspace, lane)
 
 
 def kv_gather_wait(
@@ -96,30 +97,72 @@ def kv_gather_wait(
 
     Raises DcpInvalidArgument when another chunk, or none, has been started.
     """
-    started = _check.open_impl(WAIT_OP, workspace).started_chunks.get(lane)
-    if started is None or started.plan is not plan or started.chunk_idx != chunk_idx:
-        given = (
-            "none was started" if started is None else f"chunk {started.chunk_idx} was started; asked for {chunk_idx!r}"
-        )
+    _check.open_impl(WAIT_OP, workspace)
+    chunk = workspace._started_chunks.get(lane)
+    if chunk is None or chunk.plan is not plan or chunk.index != chunk_idx:
+        given = "none was started" if chunk is None else f"chunk {chunk.index} was started; asked for {chunk_idx!r}"
         _check.fail(WAIT_OP, "plan and chunk_idx must be those of the chunk started last on the lane", given)
-    _check_output(WAIT_OP, workspace, started, plan, chunk_idx, scale, out, lane)
-    return _wait(WAIT_OP, plan, chunk_idx, workspace, scale, out, lane)
+    _check_output(WAIT_OP, chunk, workspace, scale, out)
+    return _wait(WAIT_OP, chunk, workspace, scale, out, lane)
 
 
-class _Started:
-    """The chunk of a lane that was started and not waited for; looks like its cache to the checks."""
+class Chunk(NamedTuple):
+    """A chunk of a plan, as it is gathered from a cache that has been checked."""
 
-    def __init__(self, plan: KVGatherPlan, chunk_idx: int, kv_cache: torch.Tensor, digest: int) -> None:
-        self.plan, self.chunk_idx, self.digest = plan, chunk_idx, digest
-        self.dtype, self.shape = kv_cache.dtype, kv_cache.shape
+    plan: KVGatherPlan
+    index: int
+    shape: tuple[int, int]  # of the result
+    dtype: torch.dtype  # of the cache
+    digest: int  # of the plan and the rows
 
 
-def _start(op: str, kv_cache: Any, plan: Any, chunk_idx: Any, workspace: Any, lane: Any) -> None:
-    impl = _check.open_impl(op, workspace)
+def _start(op: str, chunk: Chunk, kv_cache: torch.Tensor, workspace: Any, lane: int) -> None:
+    status = workspace._open_impl(op).gathers.kv_start(lane, kv_cache, chunk)
+    if status != 0:
+        workspace._raise_status(op, status, lane)
+    workspace._started_chunks[lane] = chunk
+
+
+def _wait(op: str, chunk: Chunk, workspace: Any, scale: Any, out: Any, lane: int) -> torch.Tensor:
+    if scale is not None and out is None:
+        out = torch.empty(chunk.shape, dtype=torch.bfloat16)
+    status, view = workspace._open_impl(op).gathers.kv_wait(lane, chunk, out, scale)
+    workspace._started_chunks.pop(lane, None)
+    if status != 0:
+        workspace._raise_status(op, status, lane)
+    return view if out is None else out
+
+
+def _checked(op: str, kv_cache: Any, plan: Any, chunk_idx: Any, workspace: Any, lane: Any) -> Chunk:
+    """The chunk, checked. Those of the plan that a lane used last are remembered: a step gathers the same ones from the
+    cache of every layer."""
+    try:
+        key = (chunk_idx, type(chunk_idx), type(lane), _check.signature(kv_cache))
+        known_plan, known = workspace._chunks.get(lane, (None, {}))
+        chunk = known.get(key) if known_plan is plan else None
+    except (AttributeError, TypeError):
+        key = chunk = None
+    if chunk is None:
+        chunk = _check_chunk(op, kv_cache, plan, chunk_idx, workspace, lane)
+        if known_plan is not plan:
+            known = {}
+            workspace._chunks[lane] = (plan, known)
+        known[key] = chunk
+    return chunk
+
+
+def _check_chunk(op: str, kv_cache: Any, plan: Any, chunk_idx: Any, workspace: Any, lane: Any) -> Chunk:
+    _check.open_impl(op, workspace)
     config = workspace.config
     _check.has_part(op, config.kv_chunk_rows > 0, "kv_chunk_rows")
     _check.lane(op, lane, config.num_lanes)
-    _check_plan(op, plan, workspace)
+    if not isinstance(plan, KVGatherPlan):
+        _check.fail(op, "plan must be a dcpkernels.KVGatherPlan", type(plan).__name__)
+    if (plan.rank, plan.num_ranks) != (workspace.rank, workspace.num_ranks):
+        rule = f"plan must be for rank {workspace.rank} of {workspace.num_ranks}"
+        _check.fail(op, rule, f"{plan.rank} of {plan.num_ranks}")
+    if plan.chunk_size > config.kv_chunk_rows:
+        _check.fail(op, f"plan.chunk_size must be at most kv_chunk_rows={config.kv_chunk_rows}", plan.chunk_size)
     _check.tensor(op, "kv_cache", kv_cache, device=workspace.device)
     if kv_cache.dim() != 3 or kv_cache.shape[1] != plan.block_size:
         dims = f"[num_blocks, block_size={plan.block_size}, dim]"
@@ -128,66 +171,27 @@ def _start(op: str, kv_cache: Any, plan: Any, chunk_idx: Any, workspace: Any, la
     _check.last_stride(op, "kv_cache", kv_cache)
     row_bytes, room = kv_cache.shape[2] * kv_cache.element_size(), config.kv_dim * config.kv_dtype.itemsize
     if row_bytes == 0 or row_bytes % _check.KV_ROW_ALIGNMENT or row_bytes > room:
-        rule = f"a row of kv_cache must have a multiple of {_check.KV_ROW_ALIGNMENT} bytes, at most {room} (kv_dim, kv_dtype)"
-        _check.fail(op, rule, row_bytes)
-    num_rows = kv_cache.shape[0] * kv_cache.shape[1]
-    if plan.max_source_row >= num_rows:
-        _check.fail(
-            op,
-            f"block_tables of the plan must stay below num_blocks={kv_cache.shape[0]}",
-            plan.max_source_row // plan.block_size,
-        )
-    plan.num_rows(chunk_idx)  # raises for a wrong index
-    code = _check.GATHER_DTYPE_CODES[kv_cache.dtype]
-    digest = zlib.crc32(f"{row_bytes} {code}".encode(), plan.digest)
-    status = impl.gathers.kv_start(lane, kv_cache, plan, chunk_idx, digest)
-    if status != 0:
-        workspace._raise_status(op, status, lane)
-    impl.started_chunks[lane] = _Started(plan, chunk_idx, kv_cache, digest)
+        multiple = f"a multiple of {_check.KV_ROW_ALIGNMENT} bytes, at most {room} (kv_dim, kv_dtype)"
+        _check.fail(op, f"a row of kv_cache must have {multiple}", row_bytes)
+    if plan.max_source_row >= kv_cache.shape[0] * plan.block_size:
+        rule = f"block_tables of the plan must stay below num_blocks={kv_cache.shape[0]}"
+        _check.fail(op, rule, plan.max_source_row // plan.block_size)
+    num_rows = plan.num_rows(chunk_idx)  # raises for a wrong index
+    digest = zlib.crc32(f"{row_bytes} {_check.GATHER_DTYPE_CODES[kv_cache.dtype]}".encode(), plan.digest)
+    return Chunk(plan, chunk_idx, (num_rows, kv_cache.shape[2]), kv_cache.dtype, digest)
 
 
-def _wait(op: str, plan: Any, chunk_idx: int, workspace: Any, scale: Any, out: Any, lane: int) -> torch.Tensor:
-    impl = _check.open_impl(op, workspace)
-    started = impl.started_chunks.pop(lane)
-    shape = (plan.num_rows(chunk_idx), started.shape[2])
-    if scale is not None and out is None:
-        out = torch.empty(shape, dtype=torch.bfloat16)
-    status, chunk = impl.gathers.kv_wait(lane, shape, started.dtype, chunk_idx, started.digest, out, scale)
-    if status != 0:
-        workspace._raise_status(op, status, lane)
-    return chunk if out is None else out
-
-
-def _check_plan(op: str, plan: Any, workspace: Any) -> None:
-    if not isinstance(plan, KVGatherPlan):
-        _check.fail(op, "plan must be a dcpkernels.KVGatherPlan", type(plan).__name__)
-    made_for = (plan.rank, plan.num_ranks)
-    if made_for != (workspace.rank, workspace.num_ranks):
-        _check.fail(
-            op, f"plan must be for rank {workspace.rank} of {workspace.num_ranks}", f"{made_for[0]} of {made_for[1]}"
-        )
-    if plan.chunk_size > workspace.config.kv_chunk_rows:
-        _check.fail(
-            op, f"plan.chunk_size must be at most kv_chunk_rows={workspace.config.kv_chunk_rows}", plan.chunk_size
-        )
-
-
-def _check_output(
-    op: str, workspace: Any, source: Any, plan: Any, chunk_idx: Any, scale: Any, out: Any, lane: Any
-) -> None:
-    """What `wait` needs, before `start` sends anything. `source` has the cache's shape and dtype."""
-    _check.open_impl(op, workspace)
+def _check_output(op: str, chunk: Chunk, workspace: Any, scale: Any, out: Any) -> None:
     if scale is None:
         if out is not None:
             _check.fail(op, "out must come with scale (without it the chunk is a view of the workspace)", "out alone")
         return
-    _check_plan(op, plan, workspace)
-    if getattr(source, "dtype", None) is not torch.float8_e4m3fn:
-        _check.fail(op, "kv_cache must be float8_e4m3fn where scale is given", getattr(source, "dtype", type(source)))
+    if chunk.dtype is not torch.float8_e4m3fn:
+        _check.fail(op, "kv_cache must be float8_e4m3fn where scale is given", _check.name_of(chunk.dtype))
     _check.scale(op, scale, workspace.device)
     if out is not None:
         _check.tensor(op, "out", out, device=workspace.device)
-        _check.shape(op, "out", out, "[rows, dim]", (plan.num_rows(chunk_idx), source.shape[-1]))
+        _check.shape(op, "out", out, "[rows, dim]", chunk.shape)
         _check.dtype(op, "out", out, (torch.bfloat16,))
         _check.last_stride(op, "out", out)
         _check.writable(op, "out", out)
