@@ -66,8 +66,10 @@ class Group(Protocol):
         """
         ...
 
-    def duplicate(self, *, timeout_s: float = 0.0) -> Exchange:
-        """Collective. The same ranks in the same order, for exchanges that mix with nobody else's messages."""
+    def duplicate(self, *, timeout_s: float = 0.0, beside: Exchange | None = None) -> Exchange:
+        """Collective. The same ranks in the same order, for exchanges that mix with nobody else's messages.
+
+        `beside`: an earlier one, which the same ranks use at the same time: a lost rank is lost to both."""
         ...
 
 
@@ -93,6 +95,11 @@ class Exchange(Protocol):
         `timeout_s` bounds the wait (0 = for ever). Raises DcpTimeout or DcpPeerLost, with the missing ranks in
         `.ranks` where they are known. After that no exchange succeeds any more, on any rank.
         """
+        ...
+
+    def all_gather(self, buffer: Any, sizes: list[int], *, timeout_s: float = 0.0, note: int = 0) -> None:
+        """Collective. `buffer` holds a chunk of each rank, one after the other, of `sizes` bytes, which are the same on
+        all ranks. The own chunk is there, the others come. Otherwise as `all_to_all`."""
         ...
 
     def awaited_by(self, rank: int) -> tuple[int, int] | None:
@@ -170,7 +177,7 @@ class TorchGroup:
                     text = f"not all ranks answered within {deadline.timeout_s:.3g} s"
                     raise DcpTimeout(text) from error
 
-    def duplicate(self, *, timeout_s: float = 0.0) -> Exchange:
+    def duplicate(self, *, timeout_s: float = 0.0, beside: Exchange | None = None) -> Exchange:
         import torch.distributed as dist
 
         from dcpkernels.heap.gloo import GlooGroup  # it needs what is in this file
@@ -180,7 +187,8 @@ class TorchGroup:
         # torch has no public name for it.
         store = dist.PrefixStore(f"dcpkernels/{name}", dist.distributed_c10d._get_default_store())
         # Half of the time is kept for the verdict on this step; a store may take a second longer than it was told.
-        return GlooGroup(store, self.rank, self.num_ranks, timeout_s=deadline.for_call() / 2)
+        earlier = beside if isinstance(beside, GlooGroup) else None
+        return GlooGroup(store, self.rank, self.num_ranks, timeout_s=deadline.for_call() / 2, beside=earlier)
 
     def exchange_regions(self, region: Any, *, timeout_s: float = 0.0) -> None:
         return None

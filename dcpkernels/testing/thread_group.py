@@ -58,16 +58,25 @@ class ThreadGroup:
             start += receive_sizes[rank]
         self._meet("all_to_all, end", None, timeout_s)  # only now may anybody write into its `send` again
 
+    def all_gather(self, buffer: Any, sizes: list[int], *, timeout_s: float = 0.0, note: int = 0) -> None:
+        """`buffer` holds a chunk of each rank: the own one is there, the others come. Raises as `all_gather_object`."""
+        start = 0
+        for rank, (theirs, _, _) in enumerate(self._meet("all_gather", (buffer, sizes, note), timeout_s)):
+            if rank != self.rank:
+                buffer[start : start + sizes[rank]] = theirs[start : start + sizes[rank]]
+            start += sizes[rank]
+        self._meet("all_gather, end", None, timeout_s)  # only now may anybody write into its own chunk again
+
     def awaited_by(self, rank: int) -> tuple[int, int] | None:
-        """(number of the meeting, note) of the all_to_all in which `rank` waits for this one, which has not come."""
+        """(number of the meeting, note) of the exchange in which `rank` waits for this one, which has not come."""
         with self._world.changed:
             came, number = self._room.came, self._room.num_met
-            if rank not in came or self.rank in came or came[rank][0] != "all_to_all":
+            if rank not in came or self.rank in came or came[rank][0] not in ("all_to_all", "all_gather"):
                 return None
             return number, came[rank][1][2]
 
-    def duplicate(self, *, timeout_s: float = 0.0) -> ThreadGroup:
-        """A group of the same ranks with meetings of its own."""
+    def duplicate(self, *, timeout_s: float = 0.0, beside: object = None) -> ThreadGroup:
+        """A group of the same ranks with meetings of its own. Who leaves has left all groups."""
         return self.subgroup(range(self.num_ranks))
 
     def close(self) -> None:
