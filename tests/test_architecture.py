@@ -40,7 +40,9 @@ PACKAGE_LAYERS = {
     "_channels": LEAVES,
     "_gathers": LEAVES | {"config", "_check", "kv_gather_plan", "region_layout"},
     "_direct": LEAVES | {"config", "env", "heap", "_check", "_backend", "_channels", "_faults", "_gathers", "region_layout"},
-    "collective": LEAVES | {"config", "heap.group", "_check", "_faults", "region_layout"},
+    "_streams": LEAVES | {"heap.group", "_faults", "region_layout"},
+    "collective": LEAVES
+    | {"config", "heap.group", "_check", "_faults", "_streams", "region_layout"},
     # _self_check uses ops on a workspace; only its method imports it, when it is called.
     "workspace": LEAVES
     | {"env", "config", "heap", "_check", "_backend", "_channels", "_direct", "collective", "region_layout", "_self_check"},
