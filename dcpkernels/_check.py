@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 from dcpkernels.errors import DcpInvalidArgument, DcpUnsupported
+
+if TYPE_CHECKING:
+    from dcpkernels.kv_gather_plan import KVGatherPlan
 
 # csrc/core/types.h: DType and LseBase.
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -16,6 +19,16 @@ GATHER_DTYPE_CODES = {**DTYPE_CODES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 
 MAX_QUERY_PARTS = 4  # csrc/ops/query_gather.h
 KV_ROW_ALIGNMENT = 16  # bytes; of a multicast store
 LSE_BASE_CODES = {"e": 0, "2": 1}
+
+
+class Chunk(NamedTuple):
+    """A chunk of a plan, as it is gathered from a cache that has been checked."""
+
+    plan: KVGatherPlan
+    index: int
+    shape: tuple[int, int]  # of the result
+    dtype: torch.dtype  # of the cache
+    digest: int  # of all that must be equal on all ranks
 
 
 def fail(op: str, rule: str, given: Any) -> NoReturn:

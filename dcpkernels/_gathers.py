@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dcpkernels import _check
+from dcpkernels._check import Chunk
 from dcpkernels.config import WorkspaceConfig
 from dcpkernels.region_layout import RegionLayout
-
-if TYPE_CHECKING:
-    from dcpkernels.ops.kv_gather import Chunk
 
 Memory = Callable[[int, int], Any]  # (offset, bytes) -> a buffer that keeps its memory mapped
 ParallelFor = Callable[[int], Any]  # stream index -> parallel_for of calls on it, or None

@@ -2,7 +2,7 @@
 
 It serves groups that span several hosts, and machines where memory cannot be shared. A call is two exchanges: what each
 rank is about to do (so that ranks which make different calls find out), then the rows. Those of a2a_lse_reduce are
-packed by the same core code that publishes them in symmetric memory, and merged by the same `reduce`.
+packed by the same core code that publishes them in symmetric memory, and merged by the same `reduce`; gathers move bytes.
 So results are equal to those of the direct backend in every bit, and either is the other's oracle.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dcpkernels import _check
+from dcpkernels._collective_gathers import CollectiveGathers
 from dcpkernels._faults import A2A_LSE_REDUCE
 from dcpkernels._streams import Stream, Streams
 from dcpkernels.config import WorkspaceConfig
@@ -59,6 +60,7 @@ class CollectiveBackend:
             deadline=deadline,
         )
         try:
+            self.gathers = CollectiveGathers(self._streams, module, config, layout)
             self._reduces = [_Reduce(self._streams["a2a_lse_reduce", lane]) for lane in range(config.num_lanes)]
             self._geometry = self._make_geometry()
         except BaseException:
@@ -84,13 +86,14 @@ class CollectiveBackend:
             buffer_bytes=0,
             all_buffers_offset=0,
             all_buffers_bytes=0,
-            query_stream_idx=-1,
+            query_stream_idx=-1,  # what is open is known here: CollectiveGathers
         )
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffers that rows are packed into; they grow with the largest call, up to max_num_tokens rows."""
-        return sum(reduce.send.numel() + reduce.receive.numel() for reduce in self._reduces)
+        """Of the buffers of the gathers, of which callers see views; and of those that rows are packed into, of all
+        ops: they grow with the largest call, up to max_num_tokens rows or a chunk. gloo's own are not counted."""
+        return self.gathers.num_bytes + sum(reduce.send.numel() + reduce.receive.numel() for reduce in self._reduces)
 
     def a2a_lse_reduce_plan(self, lane: int, *, num_tokens: int, lse_base: int, **call: Any) -> Callable[..., int]:
         reduce = self._reduces[lane]
@@ -112,7 +115,9 @@ class CollectiveBackend:
         has_lengths = call["num_seqs"] >= 0
 
         def move() -> None:
+            self.gathers.require_query_rows(lane, num_tokens)
             self._exchange_rows(reduce, exchange, num_tokens)
+            self.gathers.close_query(lane)
             if has_lengths:
                 reduce.nonfinite_lse += exchange.num_nonfinite_lse
 

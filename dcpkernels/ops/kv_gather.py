@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dcpkernels import _check
+from dcpkernels._check import Chunk
 from dcpkernels.kv_gather_plan import KVGatherPlan
 
 if TYPE_CHECKING:
@@ -78,8 +79,8 @@ def kv_gather_start(
                 kv_gather_start(kv_cache, plan, i + 1, workspace=workspace)
             use(chunk)
 
-    It waits until every peer has used the chunk before last, whose buffer it writes into. The cache may change as soon as
-    it returns. Raises as `kv_gather`, and DcpInvalidArgument when the chunk started before has not been waited for.
+    It waits until every peer has used the chunk before last, whose buffer it writes into. (The collective backend sends
+    everything in `kv_gather_wait`.) The cache may change as soon as it returns. Raises as `kv_gather`, and DcpInvalidArgument when the chunk started before has not been waited for.
     """
     _start(START_OP, _checked(START_OP, kv_cache, plan, chunk_idx, workspace, lane), kv_cache, workspace, lane)
 
@@ -106,16 +107,6 @@ def kv_gather_wait(
     return _wait(WAIT_OP, chunk, workspace, scale, out, lane)
 
 
-class Chunk(NamedTuple):
-    """A chunk of a plan, as it is gathered from a cache that has been checked."""
-
-    plan: KVGatherPlan
-    index: int
-    shape: tuple[int, int]  # of the result
-    dtype: torch.dtype  # of the cache
-    digest: int  # of the plan and the rows
-
-
 def _start(op: str, chunk: Chunk, kv_cache: torch.Tensor, workspace: Any, lane: int) -> None:
     status = workspace._open_impl(op).gathers.kv_start(lane, kv_cache, chunk)
     if status != 0:
@@ -127,7 +118,8 @@ def _wait(op: str, chunk: Chunk, workspace: Any, scale: Any, out: Any, lane: int
     if scale is not None and out is None:
         out = torch.empty(chunk.shape, dtype=torch.bfloat16)
     status, view = workspace._open_impl(op).gathers.kv_wait(lane, chunk, out, scale)
-    workspace._started_chunks.pop(lane, None)
+    if status in (0, workspace._module.STATUS_FAULTED):  # after anything else it can still be waited for
+        workspace._started_chunks.pop(lane, None)
     if status != 0:
         workspace._raise_status(op, status, lane)
     return view if out is None else out
@@ -177,7 +169,8 @@ def _check_chunk(op: str, kv_cache: Any, plan: Any, chunk_idx: Any, workspace: A
         rule = f"block_tables of the plan must stay below num_blocks={kv_cache.shape[0]}"
         _check.fail(op, rule, plan.max_source_row // plan.block_size)
     num_rows = plan.num_rows(chunk_idx)  # raises for a wrong index
-    digest = zlib.crc32(f"{row_bytes} {_check.GATHER_DTYPE_CODES[kv_cache.dtype]}".encode(), plan.digest)
+    what_rows = f"{chunk_idx} {row_bytes} {_check.GATHER_DTYPE_CODES[kv_cache.dtype]}"
+    digest = zlib.crc32(what_rows.encode(), plan.digest)
     return Chunk(plan, chunk_idx, (num_rows, kv_cache.shape[2]), kv_cache.dtype, digest)
 
 
