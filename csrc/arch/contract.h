@@ -14,10 +14,19 @@
 //             fetch_add, compare_exchange_sys
 //             publish_done(cta): all stores of the CTA to peers are complete before a flag that follows
 //             signal_flag(flag, value, doorbell): a release store that also wakes a sleeping owner
+//   multicast kHasMulticast: false where no store reaches several ranks; then nothing else of it is called
+//             store_multicast(to, words): 16 bytes, at a multiple of 16; multicast_flag(flag, value): a
+//             release broadcast_done(cta, uses_multicast): publish_done for stores to the buffers of all
+//             ranks broadcast_arrived(uses_multicast): by every thread, after the flag that announces them
 //   packets   Packet<8 | 16 | 128> {kWords, store, try_load}: payload and flag arrive together;
 //             kMaxPacketBytes
 //   time      now_ns, spin_pause, Backoff {is_slow, pause}, kHostPollNs, poll_host
-//   bytes     PeerStores(hint, num_bytes) {copy(cta, to, from, num_bytes), finish(cta)}
+//   bytes     PeerStores(hint, num_bytes) {copy, copy_multicast (threads, to, from, num_bytes),
+//             copy_to_all(threads, bases, rank, num_ranks, offset, from, num_bytes), finish(cta)}, where
+//             threads are a Cta or Lanes; by multicast, `to` and num_bytes are multiples of 16
+//             Words16, store_16(to, words), store_1(to, byte)
+//             load_elements(from, array), map_elements(lanes, to, from, num_elements, f): 16 or multiples of
+//             it
 //   numbers   fma, exp2 (x <= 0), log2, abs; to_float, from_float<T>, rounding to nearest even; bit_cast
 //   vectors   RowVec<T> {kElements, broadcast, load, store, stream} for float, Half, BFloat16; fma
 //             kRowBlock, kHeadTile
@@ -25,7 +34,8 @@
 //
 // Every number is the result of correctly rounded IEEE operations in a stated order, so that the variants of
 // one target agree in every bit. Kernels have no fence: order comes from the flags, and ThreadSanitizer can
-// follow it. What a target's hardware needs beside them lies inside publish_done and signal_flag.
+// follow it. What a target's hardware needs beside them lies inside publish_done, broadcast_done,
+// broadcast_arrived and signal_flag.
 #pragma once
 
 #include "core/types.h"
@@ -35,6 +45,8 @@ namespace dcp::DCP_NS {
 static_assert(arch::RowVec<float>::kElements >= 1 && arch::kRowBlock >= 1 && arch::kHeadTile >= 1);
 static_assert(arch::Lanes<32>::kMaxGroups >= 1);
 static_assert(noexcept(noexcept(arch::publish_done(*static_cast<const arch::Cta*>(nullptr)))));
+static_assert(noexcept(noexcept(arch::broadcast_done(*static_cast<const arch::Cta*>(nullptr), true))));
+static_assert(sizeof(arch::Words16) == 16);
 static_assert(sizeof(decltype(arch::exp2(0.0f))) == 4 && sizeof(decltype(arch::log2(1.0f))) == 4);
 static_assert(sizeof(arch::from_float<BFloat16>(0.0f)) == 2 && sizeof(arch::from_float<Half>(0.0f)) == 2);
 static_assert(arch::kHostPollNs > 0);

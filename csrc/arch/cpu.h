@@ -20,7 +20,6 @@
 
 #define DCP_DECL
 #define DCP_NO_UNROLL
-#define DCP_UNROLL
 
 namespace dcp::DCP_NS::arch {
 
@@ -171,6 +170,20 @@ struct Words16 {
   uint32_t word[4];
 };
 DCP_FN void store_16(void* to, const Words16& words) { memcpy(to, words.word, sizeof(words)); }
+// An array in registers, from memory.
+template <int kNum, class T>
+DCP_FN void load_elements(const T* from, T (&elements)[kNum]) {
+  memcpy(elements, from, sizeof(elements));
+}
+// to[i] = f(from[i]), by all lanes of the group.
+template <class Lanes, class To, class From, class F>
+DCP_FN void map_elements(const Lanes& lanes, To* to, const From* from, int64_t num_elements, const F& f) {
+  for (int64_t i = lanes.rank(); i < num_elements; i += lanes.size()) to[i] = f(from[i]);
+}
+DCP_FN void store_1(void* to, uint8_t byte) { *static_cast<uint8_t*>(to) = byte; }
+
+// The one memory that all ranks map.
+inline constexpr bool kHasMulticast = true;
 DCP_FN void store_multicast(void* to, const Words16& words) { store_16(to, words); }
 
 // How a channel's rows get into the peers' regions in one call. The peers read these lines two rounds ago, so

@@ -185,6 +185,46 @@ DCP_FN void publish_done(const Cta& cta) { cta.sync(); }
 // Raises a peer's flag. Nobody sleeps on a GPU, so no doorbell is rung.
 DCP_FN void signal_flag(Flag* flag, uint64_t value, Doorbell*) { store_release_sys(&flag->value, value); }
 
+// ---- multicast
+
+struct Words16 {
+  uint32_t word[4];
+};
+
+// One store that the switch between the GPUs gives to all of them: sm_90 and later. Its address is good for
+// multimem instructions alone (PTX ISA 8.2.3), and has to be a multiple of 16.
+inline constexpr bool kHasMulticast = true;
+DCP_FN void store_multicast(void* to, const Words16& words) {
+  asm volatile(
+      "multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+      "f"(__uint_as_float(words.word[0])), "f"(__uint_as_float(words.word[1])),
+      "f"(__uint_as_float(words.word[2])), "f"(__uint_as_float(words.word[3]))
+      : "memory");
+}
+// Raises the flags of all ranks, this rank's own included.
+DCP_FN void multicast_flag(Flag* flag, uint64_t value) {
+  asm volatile("multimem.st.release.sys.global.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(&flag->value)),
+               "l"(value)
+               : "memory");
+}
+
+// Readers load at another address than the one that multicast stores to. To the memory model two addresses of
+// one location are like two proxies (PTX ISA 8.6): release and acquire do not order them without this fence
+// between the store and the load (8.9.5). It holds for the thread that executes it; so every thread that
+// stored does, and every thread that may load. Where the two lie in different kernels of a stream, or a
+// reader's kernel ends before the next store, the end of the kernel does the same (8.9.4).
+DCP_FN void fence_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
+
+// publish_done for stores that went to the buffers of all ranks.
+DCP_FN void broadcast_done(const Cta& cta, bool uses_multicast) {
+  if (uses_multicast) fence_aliases();
+  publish_done(cta);
+}
+// On the other side, in every thread, after the flag.
+DCP_FN void broadcast_arrived(bool uses_multicast) {
+  if (uses_multicast) fence_aliases();
+}
+
 // ---- packets
 
 // Payload and flag that arrive together because one instruction stores both: 8 and 16 bytes. A line of 128
@@ -247,9 +287,6 @@ DCP_FN void sleep_ns(uint32_t ns) { __nanosleep(ns); }
 
 // ---- for gpu_numbers.h and gpu_bytes.h
 
-struct Words16 {
-  uint32_t word[4];
-};
 // 16 bytes at a 16-byte boundary of global memory, in one instruction.
 DCP_FN Words16 load_16(const void* from) {
   __builtin_assume(__isGlobal(from));

@@ -42,39 +42,169 @@ inline constexpr int kStreamAlignment = 16;
 DCP_FN bool streams_output(int64_t) { return false; }
 DCP_FN void streams_done() {}
 
-// How a channel's rows get into the peers' regions: by ordinary stores of 16 bytes. A GPU caches no peer's
-// lines, so there is nothing to learn from one call for the next, as there is on a CPU.
+// This thread's place among those that do something together.
+DCP_FN int rank_among(const Cta& cta) { return cta.thread_rank(); }
+template <int N>
+DCP_FN int rank_among(const Lanes<N>& lanes) {
+  return lanes.rank();
+}
+
+// 16 bytes at any address, in the largest pieces that it allows.
+DCP_FN Words16 load_16_unaligned(const void* from) {
+  const uint64_t address = reinterpret_cast<uint64_t>(from);
+  Words16 words = {};
+  if (address % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words.word[i] = load_global(static_cast<const uint32_t*>(from) + i);
+  } else if (address % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      words.word[i / 2] |= uint32_t(load_global(static_cast<const uint16_t*>(from) + i)) << 16 * (i % 2);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      words.word[i / 4] |= uint32_t(load_global(static_cast<const uint8_t*>(from) + i)) << 8 * (i % 4);
+    }
+  }
+  return words;
+}
+
+// An array in registers from and to memory: a caller's tensor may start at any element.
+template <int kNum, class T>
+DCP_FN void load_elements(const T* from, T (&elements)[kNum]) {
+  static_assert(sizeof(elements) % 16 == 0);
+  constexpr int kNumUnits = int(sizeof(elements) / 16);
+  const char* bytes = reinterpret_cast<const char*>(from);
+  Words16 units[kNumUnits];
+  if (reinterpret_cast<uint64_t>(from) % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < kNumUnits; ++i) units[i] = load_16(bytes + 16 * i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kNumUnits; ++i) units[i] = load_16_unaligned(bytes + 16 * i);
+  }
+  __builtin_memcpy(elements, units, sizeof(elements));
+}
+template <int kNum, class T>
+DCP_FN void store_elements(T* to, const T (&elements)[kNum]) {
+  static_assert(sizeof(elements) % 16 == 0);
+  constexpr int kNumUnits = int(sizeof(elements) / 16);
+  if (reinterpret_cast<uint64_t>(to) % 16 == 0) {
+    Words16 units[kNumUnits];
+    __builtin_memcpy(units, elements, sizeof(elements));
+#pragma unroll
+    for (int i = 0; i < kNumUnits; ++i) store_16(reinterpret_cast<char*>(to) + 16 * i, units[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kNum; ++i) store_global(to + i, elements[i]);
+  }
+}
+// to[i] = f(from[i]), by all lanes of the group; a multiple of 16 elements.
+template <class Lanes, class To, class From, class F>
+DCP_FN void map_elements(const Lanes& lanes, To* to, const From* from, int64_t num_elements, const F& f) {
+  constexpr int kUnit = 16;
+#pragma unroll 1
+  for (int64_t at = lanes.rank() * kUnit; at < num_elements; at += lanes.size() * kUnit) {
+    From in[kUnit];
+    To out[kUnit];
+    load_elements(from + at, in);
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) out[i] = f(in[i]);
+    store_elements(to + at, out);
+  }
+}
+
+DCP_FN void store_1(void* to, uint8_t byte) { store_global(static_cast<uint8_t*>(to), byte); }
+
+// How a channel's rows get into the peers' regions: by stores of 16 bytes where the addresses allow that. A
+// GPU caches no peer's lines, so there is nothing to learn from one call for the next, as there is on a CPU.
 class PeerStores {
  public:
   DCP_FN PeerStores(uint64_t*, int64_t) {}
 
-  // With all threads of the CTA. The unit is the largest that both addresses allow; elements have at least 2
-  // bytes.
-  DCP_FN void copy(const Cta& cta, void* to, const void* from, int64_t num_bytes) const {
-    char* to_bytes = static_cast<char*>(to);
+  // With all threads of a CTA, or of a group of lanes; elements of any size. The unit is the largest that
+  // both addresses allow.
+  template <class Threads>
+  DCP_FN void copy(const Threads& threads, void* to, const void* from, int64_t num_bytes) const {
+    const OnePlace place = {static_cast<char*>(to)};
     const char* from_bytes = static_cast<const char*>(from);
     const uint64_t misaligned = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from);
     int64_t done = 0;
     if (misaligned % 16 == 0) {
-      done = copy_words16(cta, to_bytes, from_bytes, num_bytes);
-    } else if (misaligned % 4 == 0) {
-      done = copy_words<uint32_t>(cta, to_bytes, from_bytes, num_bytes);
+      done = num_bytes - num_bytes % 16;
+      copy_long(threads, place.to, from_bytes, done);
     }
-    copy_words<uint16_t>(cta, to_bytes + done, from_bytes + done, num_bytes - done);
+    copy_words(threads, place, misaligned, from_bytes, done, num_bytes);
+  }
+
+  // To an address of multicast: `to` and `num_bytes` are multiples of 16.
+  template <class Threads>
+  DCP_FN void copy_multicast(const Threads& threads, void* to, const void* from, int64_t num_bytes) const {
+    copy_row(threads, AllByMulticast{static_cast<char*>(to)}, static_cast<const char*>(from), num_bytes);
+  }
+
+  // To `offset` of the region of every rank, in the order of peer_order. What is stored is loaded once, and
+  // in units of 16 bytes where the destination allows them: there are more stores than loads.
+  template <class Threads>
+  DCP_FN void copy_to_all(const Threads& threads, const uint64_t* bases, int rank, int num_ranks,
+                          uint64_t offset, const void* from, int64_t num_bytes) const {
+    const AllByTurns all = {bases, rank, num_ranks, offset};
+    const char* from_bytes = static_cast<const char*>(from);
+    int64_t done = 0;
+    if (offset % 16 == 0) {  // regions begin at a page
+      done = num_bytes - num_bytes % 16;
+      copy_row(threads, all, from_bytes, done);
+    }
+    copy_words(threads, all, offset | reinterpret_cast<uint64_t>(from), from_bytes, done, num_bytes);
   }
 
   // After the last copy of the call.
   DCP_FN void finish(const Cta&) const {}
 
  private:
-  // Both copy whole units and return how many bytes those are. Of the large ones several loads are in flight
-  // before the first store: the compiler cannot know that the two do not overlap.
-  static DCP_FN int64_t copy_words16(const Cta& cta, char* to, const char* from, int64_t num_bytes) {
-    constexpr int kInFlight = 4;
-    const int64_t end = num_bytes - num_bytes % 16, step = cta.size() * 16;
-    int64_t at = cta.thread_rank() * 16;
+  // Where copies end: each(f) calls f(address) for all of them.
+  struct OnePlace {
+    char* to;
+    template <class F>
+    DCP_FN void each(const F& f) const {
+      f(to);
+    }
+  };
+  struct AllByMulticast {
+    char* to;
+    template <class F>
+    DCP_FN void each(const F& f) const {
+      f(to);
+    }
+    static DCP_FN void store(void* at, const Words16& words) { store_multicast(at, words); }
+  };
+  struct AllByTurns {
+    const uint64_t* bases;
+    int rank, num_ranks;
+    uint64_t offset;
+    template <class F>
+    DCP_FN void each(const F& f) const {
 #pragma unroll 1
-    for (; at + (kInFlight - 1) * step < end; at += kInFlight * step) {
+      for (int i = 0; i < num_ranks; ++i) {
+        const int peer = rank + i < num_ranks ? rank + i : rank + i - num_ranks;
+        f(reinterpret_cast<char*>(load_global(bases + peer) + offset));
+      }
+    }
+    static DCP_FN void store(void* at, const Words16& words) { store_16(at, words); }
+  };
+
+  // Both of the following load several units before they store the first: the compiler cannot know that the
+  // two do not overlap. All addresses and sizes are multiples of 16, but for `from` of copy_row.
+
+  // Much, by many threads.
+  template <class Threads>
+  static DCP_FN void copy_long(const Threads& threads, char* to, const char* from, int64_t num_bytes) {
+    constexpr int kInFlight = 4;
+    const int64_t step = threads.size() * 16;
+    int64_t at = rank_among(threads) * 16;
+#pragma unroll 1
+    for (; at + (kInFlight - 1) * step < num_bytes; at += kInFlight * step) {
       Words16 words[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) words[i] = load_16(from + at + i * step);
@@ -82,17 +212,59 @@ class PeerStores {
       for (int i = 0; i < kInFlight; ++i) store_16(to + at + i * step, words[i]);
     }
 #pragma unroll 1
-    for (; at < end; at += step) store_16(to + at, load_16(from + at));
-    return end;
+    for (; at < num_bytes; at += step) store_16(to + at, load_16(from + at));
   }
 
-  template <class Word>
-  static DCP_FN int64_t copy_words(const Cta& cta, char* to, const char* from, int64_t num_bytes) {
-    constexpr int64_t kBytes = sizeof(Word);
-    const int64_t end = num_bytes - num_bytes % kBytes;
+  // A row, of which a thread has a few units at most.
+  template <class Threads, class To>
+  static DCP_FN void copy_row(const Threads& threads, const To& to, const char* from, int64_t num_bytes) {
+    if (reinterpret_cast<uint64_t>(from) % 16 == 0) {
+      copy_row<4>(threads, to, from, num_bytes, [](const char* at) { return load_16(at); });
+    } else {
+      copy_row<1>(threads, to, from, num_bytes, [](const char* at) { return load_16_unaligned(at); });
+    }
+  }
+  template <int kInFlight, class Threads, class To, class Load>
+  static DCP_FN void copy_row(const Threads& threads, const To& to, const char* from, int64_t num_bytes,
+                              const Load& load) {
+    const int64_t step = threads.size() * 16;
 #pragma unroll 1
-    for (int64_t at = cta.thread_rank() * kBytes; at < end; at += cta.size() * kBytes) {
-      store_global(reinterpret_cast<Word*>(to + at), load_global(reinterpret_cast<const Word*>(from + at)));
+    for (int64_t at = rank_among(threads) * 16; at < num_bytes; at += kInFlight * step) {
+      Words16 words[kInFlight];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        if (at + i * step < num_bytes) words[i] = load(from + at + i * step);
+      }
+      to.each([&](char* base) {
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          if (at + i * step < num_bytes) To::store(base + at + i * step, words[i]);
+        }
+      });
+    }
+  }
+
+  // Bytes [begin, end), in the largest words that `misaligned`, all addresses in one, allows.
+  template <class Threads, class To>
+  static DCP_FN void copy_words(const Threads& threads, const To& to, uint64_t misaligned, const char* from,
+                                int64_t begin, int64_t end) {
+    if (misaligned % 4 == 0) {
+      begin = copy_words<uint32_t>(threads, to, from, begin, end);
+    } else if (misaligned % 2 == 0) {
+      begin = copy_words<uint16_t>(threads, to, from, begin, end);
+    }
+    copy_words<uint8_t>(threads, to, from, begin, end);
+  }
+  // Whole words; returns where they end.
+  template <class Word, class Threads, class To>
+  static DCP_FN int64_t copy_words(const Threads& threads, const To& to, const char* from, int64_t begin,
+                                   int64_t end) {
+    constexpr int64_t kBytes = sizeof(Word);
+    end -= (end - begin) % kBytes;
+#pragma unroll 1
+    for (int64_t at = begin + rank_among(threads) * kBytes; at < end; at += threads.size() * kBytes) {
+      const Word word = load_global(reinterpret_cast<const Word*>(from + at));
+      to.each([&](char* base) { store_global(reinterpret_cast<Word*>(base + at), word); });
     }
     return end;
   }

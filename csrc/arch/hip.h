@@ -184,6 +184,22 @@ DCP_FN void publish_done(const Cta& cta) {
 // Raises a peer's flag. Nobody sleeps on a GPU, so no doorbell is rung.
 DCP_FN void signal_flag(Flag* flag, uint64_t value, Doorbell*) { store_release_sys(&flag->value, value); }
 
+// ---- multicast
+
+struct Words16 {
+  uint32_t word[4];
+};
+
+// These GPUs have no store that reaches several of them. What asks for it is never compiled into a kernel.
+inline constexpr bool kHasMulticast = false;
+DCP_FN void store_multicast(void*, const Words16&) {}
+DCP_FN void multicast_flag(Flag*, uint64_t) {}
+
+// publish_done for stores that went to the buffers of all ranks.
+DCP_FN void broadcast_done(const Cta& cta, bool) { publish_done(cta); }
+// On the other side, in every thread, after the flag: the acquire load has emptied the caches of the block.
+DCP_FN void broadcast_arrived(bool) {}
+
 // ---- packets
 
 // Payload and flag that arrive together. One word of 8 bytes does; nothing larger is sure to arrive at once,
@@ -240,9 +256,6 @@ DCP_FN void sleep_ns(uint32_t ns) {
 // ---- for gpu_numbers.h and gpu_bytes.h
 
 using Words4 = uint32_t __attribute__((ext_vector_type(4)));
-struct Words16 {
-  uint32_t word[4];
-};
 // 16 bytes at a 16-byte boundary of global memory, in one instruction.
 DCP_FN Words16 load_16(const void* from) {
   const Words4 v = *global(static_cast<const Words4*>(from));

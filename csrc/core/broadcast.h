@@ -17,7 +17,7 @@ class Broadcast {
   // With the threads of `threads`: a CTA, or a group of lanes.
   template <class Threads>
   DCP_FN void copy(const Threads& threads, uint64_t offset, const void* from, int64_t num_bytes) const {
-    if (buffers_.multicast != 0) {
+    if (has_multicast(buffers_)) {
       stores_.copy_multicast(threads, reinterpret_cast<void*>(buffers_.multicast + offset), from, num_bytes);
     } else {
       stores_.copy_to_all(threads, buffers_.bases, buffers_.rank, buffers_.num_ranks, offset, from,
@@ -27,7 +27,7 @@ class Broadcast {
 
   // By this thread alone.
   DCP_FN void store(uint64_t offset, const arch::Words16& words) const {
-    if (buffers_.multicast != 0) {
+    if (has_multicast(buffers_)) {
       arch::store_multicast(reinterpret_cast<void*>(buffers_.multicast + offset), words);
       return;
     }
@@ -38,9 +38,11 @@ class Broadcast {
   }
   // The same for what has no 16 bytes, where there is no multicast on a GPU.
   DCP_FN void store(uint64_t offset, uint8_t byte) const {
-    const int num_copies = buffers_.multicast != 0 ? 1 : buffers_.num_ranks;
+    const int num_copies = has_multicast(buffers_) ? 1 : buffers_.num_ranks;
     DCP_NO_UNROLL
-    for (int i = 0; i < num_copies; ++i) *symm_at<uint8_t>(buffers_, peer_order(buffers_, i), offset) = byte;
+    for (int i = 0; i < num_copies; ++i) {
+      arch::store_1(symm_at<void>(buffers_, peer_order(buffers_, i), offset), byte);
+    }
   }
 
  private:

@@ -167,9 +167,9 @@ class Channel {
     if (cta_.thread_rank() == 0) raise(peer);
   }
   // The same for all peers at once, after stores that went to all of them (core/broadcast.h).
-  DCP_FN void signal_all(const SymmView& buffers) const {
-    arch::broadcast_done(cta_, buffers.multicast != 0);
-    if (symm_.multicast != 0) {
+  DCP_FN void signal_all(bool uses_multicast) const {
+    arch::broadcast_done(cta_, uses_multicast);
+    if (has_multicast(symm_)) {
       const uint64_t at_rank = reinterpret_cast<uint64_t>(flag_at(symm_.rank, symm_.rank));
       Flag* flag = reinterpret_cast<Flag*>(symm_.multicast + (at_rank - symm_.bases[symm_.rank]));
       if (cta_.thread_rank() == 0) arch::multicast_flag(flag, expected_flag());

@@ -22,6 +22,10 @@ DCP_FN int peer_order(const SymmView& symm, int i) {
   return peer < symm.num_ranks ? peer : peer - symm.num_ranks;
 }
 
+// True where one store reaches all ranks. On a target that has no such store, always false: no kernel there
+// has code for it.
+DCP_FN bool has_multicast(const SymmView& symm) { return arch::kHasMulticast && symm.multicast != 0; }
+
 DCP_FN uint64_t rank_bit(int rank) { return uint64_t(1) << rank; }
 
 }  // namespace dcp::DCP_NS

@@ -36,11 +36,11 @@ DCP_FN void convert(const arch::Cta& cta, const KvGatherParams& p) {
   const int num_channels = p.control.num_channels;
   for (int64_t row = cta.index() + int64_t(num_channels) * lanes.group(); row < p.num_rows;
        row += int64_t(num_channels) * lanes.num_groups()) {
-    const Float8E4M3* from = symm_own<const Float8E4M3>(p.buffers, chunk_row(p, row));
+    const uint8_t* from = symm_own<const uint8_t>(p.buffers, chunk_row(p, row));
     BFloat16* to = reinterpret_cast<BFloat16*>(static_cast<char*>(p.out) + row * p.out_stride);
-    for (int64_t i = lanes.rank(); i < p.row_bytes; i += lanes.size()) {
-      to[i] = arch::from_float<BFloat16>(from_e4m3(from[i]) * scale);
-    }
+    arch::map_elements(lanes, to, from, p.row_bytes, [scale](uint8_t code) {
+      return arch::from_float<BFloat16>(from_e4m3({code}) * scale);
+    });
   }
 }
 
@@ -65,7 +65,8 @@ struct StartKernel {
       const arch::PeerStores stores(channel.store_hint(), num_bytes);  // times the copies: after the wait
       publish(cta, p, stores);
       channel.lend(p.buffer_idx);
-      channel.signal_all(p.buffers);
+      const bool uses_multicast = has_multicast(p.buffers);
+      channel.signal_all(uses_multicast);
       stores.finish(cta);
     }
     channel.leave(status);
@@ -86,7 +87,7 @@ struct WaitKernel {
       const bool converts = p.out != nullptr;
       status = channel.wait(converts);
       if (status == Status::kOk) {
-        arch::broadcast_arrived(p.buffers.multicast != 0);
+        arch::broadcast_arrived(has_multicast(p.buffers));
         if (converts) convert(cta, p);
         status = converts ? channel.confirm_reads() : channel.confirm();
       }

@@ -30,8 +30,8 @@ DCP_FN uint64_t gathered_head(const Params& p, int64_t row, int source, int head
 }
 
 template <class T>
-DCP_FN uint8_t quantised(T x, float scale) {
-  return to_e4m3(arch::to_float(x) / scale).bits;
+DCP_FN Float8E4M3 quantised(T x, float scale) {
+  return to_e4m3(arch::to_float(x) / scale);
 }
 
 // One part of one head, rounded to e4m3 on its way.
@@ -41,15 +41,15 @@ DCP_FN void publish_quantised(const Lanes& lanes, const Params& p, const Broadca
   constexpr int kUnit = 16;
   if (p.has_units) {
     for (int64_t at = lanes.rank() * kUnit; at < num_elements; at += lanes.size() * kUnit) {
-      arch::Words16 words = {};
-      for (int i = 0; i < kUnit; ++i) {
-        words.word[i / 4] |= uint32_t(quantised(from[at + i], scale)) << 8 * (i % 4);
-      }
-      broadcast.store(to + at, words);
+      T values[kUnit];
+      Float8E4M3 codes[kUnit];
+      arch::load_elements(from + at, values);
+      for (int i = 0; i < kUnit; ++i) codes[i] = quantised(values[i], scale);
+      broadcast.store(to + at, arch::bit_cast<arch::Words16>(codes));
     }
   } else {
     for (int64_t at = lanes.rank(); at < num_elements; at += lanes.size()) {
-      broadcast.store(to + at, quantised(from[at], scale));
+      broadcast.store(to + at, quantised(from[at], scale).bits);
     }
   }
 }
@@ -85,11 +85,9 @@ DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round,
     const int64_t row = item / p.num_local_heads, token = round.first_row + row;
     const int head = int(item - row * p.num_local_heads);
     const uint64_t to = gathered_head(p, row, p.symm.rank, head);
-    DCP_UNROLL
-    for (int i = 0; i < kMaxQueryParts;
-         ++i) {  // a run-time index would cost a GPU thread its own copy of `parts`
+    DCP_NO_UNROLL
+    for (int i = 0; i < p.num_parts; ++i) {
       const QueryPart& part = p.parts[i];
-      if (i >= p.num_parts) break;
       const char* from =
           static_cast<const char*>(part.data) + token * part.token_stride + head * part.head_stride;
       Convert::publish(lanes, p, broadcast, to + part.offset, from, part.num_bytes, scale);
@@ -155,16 +153,17 @@ struct Kernel {
     const int64_t num_bytes = round.num_rows / p.control.num_channels * p.num_local_heads * p.head_bytes;
     const arch::PeerStores stores(channel.store_hint(), num_bytes);
     publish<Convert>(cta, p, round, stores);
-    channel.signal_all(p.buffers);
-    stores.finish(cta);
-    Status status = channel.wait();
-    if (status != Status::kOk) return status;
-    arch::broadcast_arrived(p.buffers.multicast != 0);
-    if (p.out == nullptr) return status;
-    copy_out(cta, p, round, arch::PeerStores(channel.store_hint(), 0));
-    channel.next_round();
-    channel.signal_all(p.buffers);
-    return channel.wait();
+    const bool uses_multicast = has_multicast(p.buffers);
+    for (bool has_read = false;; has_read = true) {
+      channel.signal_all(uses_multicast);
+      if (!has_read) stores.finish(cta);
+      const Status status = channel.wait();
+      if (status != Status::kOk || has_read) return status;
+      arch::broadcast_arrived(uses_multicast);
+      if (p.out == nullptr) return status;
+      copy_out(cta, p, round, arch::PeerStores(channel.store_hint(), 0));
+      channel.next_round();
+    }
   }
 };
 
