@@ -63,6 +63,7 @@ def compile_kernels(arch: str, source: Path, folder: Path, csrc: Path = CSRC) ->
         if symbol in kernels:
             kernels[symbol].events = ordered_events(instructions)
             kernels[symbol].findings = lint(instructions, csrc)
+            kernels[symbol].lines = frozenset(line for instruction in instructions for line in instruction.lines)
     return sorted(kernels.values(), key=lambda kernel: kernel.name)
 
 

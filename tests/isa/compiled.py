@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,8 @@ COMPARE_EXCHANGE = "compare-exchange"  # of the system, release and acquire
 FETCH_ADD = "fetch-add"  # of the device
 BARRIER = "barrier"
 PUBLISH_BARRIER = "publish barrier"  # a barrier after which one thread's release covers the stores of all
+MULTICAST_STORE = "multicast store"  # reaches all ranks
+ALIAS_FENCE = "fence between aliases"  # orders accesses of one location by two addresses
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,9 @@ class Kernel:
     shared_bytes: int
     events: list[Event] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)  # of the lint
+    lines: frozenset[str] = frozenset()  # all that has become code
+    # What an intermediate language says that instructions do not: NVIDIA, how often each PTX instruction is there.
+    ptx: Counter[str] = field(default_factory=Counter)
 
     def count(self, *kinds: str) -> int:
         return sum(event.kind in kinds for event in self.events)
@@ -113,7 +119,8 @@ def short_names(mangled: list[str], csrc: Path = CSRC) -> dict[str, str]:
     return names
 
 
-COLUMNS = ("arch", "kernel", "registers", "spills", "local", "shared", "release", "acquire", "atomics", "barriers")
+COLUMNS = ("arch", "kernel", "registers", "spills", "local", "shared", "release", "acquire", "atomics", "barriers",
+           "multicast", "aliases")  # fmt: skip
 
 
 def table(kernels: list[Kernel]) -> str:
@@ -122,7 +129,7 @@ def table(kernels: list[Kernel]) -> str:
         (
             k.arch, k.name, k.registers, k.spills, k.local_bytes, k.shared_bytes, k.count(RELEASE_STORE),
             k.count(ACQUIRE_LOAD, LOAD_AFTER_READS), k.count(COMPARE_EXCHANGE, FETCH_ADD),
-            k.count(BARRIER, PUBLISH_BARRIER),
+            k.count(BARRIER, PUBLISH_BARRIER), k.count(MULTICAST_STORE), k.count(ALIAS_FENCE),
         )
         for k in kernels
     ]  # fmt: skip

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 from tests.isa.compiled import (
     ACQUIRE_LOAD,
+    ALIAS_FENCE,
     BARRIER,
     COMPARE_EXCHANGE,
     CSRC,
     FETCH_ADD,
     LOAD_AFTER_READS,
+    MULTICAST_STORE,
     PUBLISH_BARRIER,
     RELEASE_STORE,
     Event,
@@ -43,10 +46,16 @@ def tools() -> tuple[str, str]:
 def compile_kernels(arch: str, source: Path, folder: Path, csrc: Path = CSRC) -> list[Kernel]:
     nvcc, nvdisasm = tools()
     cubin = folder / f"{source.stem}.{arch}.cubin"
-    _, log = run_tool([nvcc, *FLAGS, f"-arch={arch}", str(source), "-o", str(cubin)], csrc)
+    keep = folder / f"{source.stem}.{arch}"  # the PTX too, on its way
+    keep.mkdir()
+    command = [nvcc, *FLAGS, f"-arch={arch}", str(source), "-o", str(cubin), "--keep", "--keep-dir", str(keep)]
+    _, log = run_tool(command, csrc)
     sass, _ = run_tool([nvdisasm, "--print-code", "--print-line-info-inline", str(cubin)], csrc)
     kernels = read_resources(arch, log, csrc)
+    for symbol, count in read_ptx((keep / f"{source.stem}.ptx").read_text()).items():
+        kernels[symbol].ptx = count
     for symbol, instructions in read_sass(sass, csrc).items():
+        kernels[symbol].lines = frozenset(line for instruction in instructions for line in instruction.lines)
         kernels[symbol].events = ordered_events(instructions)
         kernels[symbol].findings = lint(instructions)
     return sorted(kernels.values(), key=lambda kernel: kernel.name)
@@ -67,9 +76,19 @@ def read_resources(arch: str, ptxas_log: str, csrc: Path = CSRC) -> dict[str, Ke
     return kernels
 
 
+def read_ptx(text: str) -> dict[str, Counter[str]]:
+    """Of the instructions that SASS does not tell from others: a store to all ranks is a store there."""
+    parts = re.split(r"\.entry (\w+)\(", text)[1:]
+    return {
+        symbol: Counter(re.findall(r"^\s+(multimem\.[\w.]+|fence\.proxy\.[\w.]+)", body, re.MULTILINE))
+        for symbol, body in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
 def read_sass(text: str, csrc: Path = CSRC) -> dict[str, list[Instruction]]:
     """Per kernel. nvdisasm prints the chain of lines before the first instruction that it holds for:
-    `//## File "a", line 1 inlined at "b", line 2`, and so on, and last one without `inlined`."""
+    `//## File "a", line 1 inlined at "b", line 2`, and so on, and last one without `inlined`. Two calls that were inlined into one line of a caller get mixed up there: a line
+    that a site names makes one call."""
     kernels: dict[str, list[Instruction]] = {}
     instructions: list[Instruction] = []
     lines: tuple[str, ...] = ()
@@ -88,19 +107,24 @@ def read_sass(text: str, csrc: Path = CSRC) -> dict[str, list[Instruction]]:
 
 def ordered_events(instructions: list[Instruction]) -> list[Event]:
     """A release is a MEMBAR and a STRONG store of one PTX instruction; an acquire is a STRONG load and the CCTL.IVALL
-    that empties the L1 behind it."""
+    that empties the L1 behind it. A fence between aliases is the strongest MEMBAR, and empties the L1. A store to all ranks
+    looks like any store of the system; only the PTX tells (Site.ptx)."""
     events = []
     fence: Instruction | None = None  # the last MEMBAR of the system with no store or atomic behind it
     has_loaded = False  # a load since then
+    is_alias_fence = False  # it is the first half of a fence between aliases
     load: Event | None = None  # a STRONG load that no CCTL.IVALL has made an acquire yet
     load_site: tuple[str, ...] = ()
     for now in instructions:
         op = now.text.split()[1 if now.text.startswith("@") else 0]
         if re.fullmatch(r"MEMBAR\.\w+\.SYS", op):
             fence, has_loaded = now, False
+            is_alias_fence = op == "MEMBAR.SC.SYS"
         elif re.match(r"(ST|STG)\.E.*STRONG\.SYS", op):
             if fence and fence.lines == now.lines:
                 events.append(Event(RELEASE_STORE, now.lines))
+            elif ".128." in op:
+                events.append(Event(MULTICAST_STORE, now.lines))
             fence = None
         elif re.match(r"(ATOM|ATOMG)\.E\.CAS\.64\.STRONG\.SYS", op):
             if fence and fence.lines == now.lines:
@@ -113,6 +137,9 @@ def ordered_events(instructions: list[Instruction]) -> list[Event]:
             load = Event(LOAD_AFTER_READS if is_ordered else ACQUIRE_LOAD, now.lines)
             load_site = now.site
             has_loaded = True
+        elif op == "CCTL.IVALL" and is_alias_fence and fence and fence.lines == now.lines:
+            events.append(Event(ALIAS_FENCE, now.lines))
+            is_alias_fence = False
         elif op == "CCTL.IVALL":
             if load and load_site == now.site:
                 events.append(load)

@@ -8,18 +8,29 @@ from pathlib import Path
 
 from tests.isa.compiled import (
     ACQUIRE_LOAD,
+    ALIAS_FENCE,
     COMPARE_EXCHANGE,
     CSRC,
     FETCH_ADD,
     LOAD_AFTER_READS,
+    MULTICAST_STORE,
     PUBLISH_BARRIER,
     RELEASE_STORE,
     Kernel,
 )
 
-EXCHANGES = r"Kernel<|Probe<"  # kernels that run a round; PackKernel, MergeKernel and DiscardKernel order nothing
+# Kernels that take part in rounds. PackKernel, MergeKernel and DiscardKernel order nothing.
+REDUCES = r"Kernel<\w+, k|Probe<"
 PUSHES = r"Kernel<\w+, kPush>|Probe<"
 PULLS = r"Kernel<\w+, kPull>|Probe<"
+COPIES_QUERY, QUANTISES, GATHERS_QUERY = r"Kernel<CopyBytes>", r"Kernel<Quantise<", r"Kernel<(CopyBytes|Quantise<)"
+STARTS_KV, WAITS_KV = r"StartKernel", r"WaitKernel"
+BROADCASTS = rf"{GATHERS_QUERY}|{STARTS_KV}"  # stores that go to the buffers of all ranks
+SIGNALS = rf"{REDUCES}|{BROADCASTS}"
+WAITS = rf"{REDUCES}|{GATHERS_QUERY}|{WAITS_KV}"
+EXCHANGES = rf"{SIGNALS}|{WAITS}"
+NVIDIA = r"sm_"
+STORE_16_TO_ALL, STORE_FLAG_TO_ALL = "multimem.st.relaxed.sys.global.v4.f32", "multimem.st.release.sys.global.u64"
 
 
 @dataclass(frozen=True)
@@ -29,35 +40,63 @@ class Site:
     path: str
     text: str  # of the line
     kernels: str = EXCHANGES
+    archs: str = ""  # all
+    ptx: str = ""  # the PTX instruction that it must have been, where the instruction alone does not tell
 
     def holds_for(self, kernel: Kernel) -> bool:
-        return re.match(self.kernels, kernel.name) is not None
+        return bool(re.match(self.kernels, kernel.name) and re.match(self.archs, kernel.arch))
 
 
 SITES = (
     Site("enter: whoever sees this channel in a round sees the call, too",
-         RELEASE_STORE, "core/channel.h", "arch::store_release_sys(&mine_->in_flight, epoch_);"),
+         RELEASE_STORE, "core/channel.h", "arch::store_release_sys(&mine_->in_flight, epoch_);", WAITS),
     Site("signal: the stores of all threads are in the peer's memory ...",
          PUBLISH_BARRIER, "core/channel.h", "arch::publish_done(cta_);", rf"{PUSHES}|{PULLS}"),
     Site("signal: ... before the flag",
-         RELEASE_STORE, "core/channel.h", "arch::signal_flag(flag_at(peer, symm_.rank)"),
+         RELEASE_STORE, "core/channel.h", "arch::signal_flag(flag_at(peer, symm_.rank)", SIGNALS),
+    Site("publish to all: a row, by one store",
+         MULTICAST_STORE, "core/broadcast.h", "stores_.copy_multicast(threads,", rf"{COPIES_QUERY}|{STARTS_KV}", NVIDIA,
+         STORE_16_TO_ALL),
+    Site("publish to all: 16 rounded elements, by one store",
+         MULTICAST_STORE, "core/broadcast.h", "arch::store_multicast(", QUANTISES, NVIDIA, STORE_16_TO_ALL),
+    Site("signal to all: readers load at another address than the one that was stored to ...",
+         ALIAS_FENCE, "core/channel.h", "arch::broadcast_done(cta_,", BROADCASTS, NVIDIA, "fence.proxy.alias"),
+    Site("signal to all: ... the stores of all threads are in the peers' memory ...",
+         PUBLISH_BARRIER, "core/channel.h", "arch::broadcast_done(cta_,", BROADCASTS),
+    Site("signal to all: ... before the flags, by one store",
+         RELEASE_STORE, "core/channel.h", "arch::multicast_flag(flag, expected_flag());", BROADCASTS, NVIDIA, STORE_FLAG_TO_ALL),
     Site("wait: what the flag announces is read after the flag",
-         ACQUIRE_LOAD, "core/channel.h", "return arch::load_acquire_sys(&flag->value) == channel.expected_flag();"),
+         ACQUIRE_LOAD, "core/channel.h", "return arch::load_acquire_sys(&flag->value) == channel.expected_flag();", WAITS),
+    Site("wait for all of the query: it was stored to another address than the one that is read",
+         ALIAS_FENCE, "ops/query_gather.cc", "arch::broadcast_arrived(", GATHERS_QUERY, NVIDIA, "fence.proxy.alias"),
+    Site("wait for all of the chunk: it was stored to another address than the one that is read",
+         ALIAS_FENCE, "ops/kv_gather.cc", "arch::broadcast_arrived(", WAITS_KV, NVIDIA, "fence.proxy.alias"),
     Site("release: all reads of the peer's buffer are over",
-         RELEASE_STORE, "core/channel.h", "->released, epoch_);", PULLS),
+         RELEASE_STORE, "core/channel.h", "arch::store_release_sys(&flag->released, epoch);", rf"{PULLS}|{WAITS_KV}"),
     Site("acquire: the buffer is written after its last reader has said so",
-         ACQUIRE_LOAD, "core/channel.h", "return arch::load_acquire_sys(&flag->released) >= epoch;", r"Kernel<\w+, kPull>"),
+         ACQUIRE_LOAD, "core/channel.h", "return arch::load_acquire_sys(&flag->released) >= epoch;",
+         rf"Kernel<\w+, kPull>|{STARTS_KV}"),
     Site("confirm: poison is read after the payload",
-         LOAD_AFTER_READS, "core/channel.h", "arch::load_after_reads_sys(own_poison(", PULLS),
+         LOAD_AFTER_READS, "core/channel.h", "arch::load_after_reads_sys(own_poison(", rf"{PULLS}|{WAITS_KV}"),
     Site("leave: the last channel of the call sees what the others did",
          FETCH_ADD, "core/channel.h", "arch::fetch_add(&state_->channels_left, 1u)"),
     Site("leave: the next call finds everything of this one",
-         RELEASE_STORE, "core/channel.h", "arch::store_release_sys(&state_->epoch, epoch_);"),
+         RELEASE_STORE, "core/channel.h", "arch::store_release_sys(last_epoch(), epoch_);"),
     Site("a fault: whoever sees the poison word ...",
          COMPARE_EXCHANGE, "core/fault.h", "arch::compare_exchange_sys(&theirs->poison"),
     Site("a fault: ... can read its record",
          RELEASE_STORE, "core/fault.h", "arch::store_release_sys(&record->ready"),
 )  # fmt: skip
+
+# Where a target has no multicast, the question whether a call uses it is no code.
+ASKS_FOR_MULTICAST = "core/symm.h", "arch::kHasMulticast && symm.multicast != 0;"
+
+
+def places(path: str, text: str, what: str, csrc: Path) -> set[str]:
+    source = (csrc / path).read_text().splitlines()
+    found = {f"{path}:{number}" for number, line in enumerate(source, 1) if text in line}
+    assert found, f"{path} has no line with `{text}`; where is {what} now?"
+    return found
 
 
 def missing_sites(kernel: Kernel, csrc: Path = CSRC) -> list[str]:
@@ -66,11 +105,14 @@ def missing_sites(kernel: Kernel, csrc: Path = CSRC) -> list[str]:
     for site in SITES:
         if not site.holds_for(kernel):
             continue
-        source = (csrc / site.path).read_text().splitlines()
-        places = {f"{site.path}:{number}" for number, line in enumerate(source, 1) if site.text in line}
-        assert places, f"{site.path} has no line with `{site.text}`; where is the {site.kind} of `{site.step}` now?"
-        if not any(event.kind == site.kind and places & set(event.lines) for event in kernel.events):
+        lines = places(site.path, site.text, f"the {site.kind} of `{site.step}`", csrc)
+        is_there = any(event.kind == site.kind and lines & set(event.lines) for event in kernel.events)
+        if not is_there or (site.ptx and kernel.ptx[site.ptx] == 0):
             missing.append(f"{kernel.arch} {kernel.name}: {site.step}: no {site.kind} at {site.path}: {site.text}")
+    if not re.match(NVIDIA, kernel.arch):
+        path, text = ASKS_FOR_MULTICAST
+        if places(path, text, "the question for multicast", csrc) & kernel.lines:
+            missing.append(f"{kernel.arch} {kernel.name}: code for multicast, which this target does not have")
     return missing
 
 
