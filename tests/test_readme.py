@@ -60,11 +60,24 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
 
 
 def test_the_zero_copy_example_of_the_readme_runs(tmp_path: Path) -> None:
-    assert len(blocks("README.md", "python")) == 2  # this one and the one above
+    assert len(blocks("README.md", "python")) == 3  # this one, the one above and the one below
     printed = run_script(tmp_path, script("README.md", "zero_copy.py"))
     found = re.findall(r"rank (\d): (\[8, 24, 512\], all 3\.5)", printed)
     assert sorted(rank for rank, _ in found) == ["0", "1", "2", "3"], printed
     assert f"`{found[0][1]}`" in (ROOT / "README.md").read_text()
+
+
+def test_the_example_of_the_readme_with_both_ends_of_a_layer_runs(tmp_path: Path) -> None:
+    printed = run_script(tmp_path, script("README.md", "layer.py"))
+    shape, error = re.fullmatch(r"(\[.+\]), largest error (\S+)\n", printed).groups()
+    assert float(error) < 1e-6
+    assert f"`{shape}`" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["parts.py", "chunks.py", "gather_size.py"])
+def test_the_examples_of_the_gathers_print_what_the_page_says(tmp_path: Path, name: str) -> None:
+    assert len(blocks("docs/gathers.md", "python")) == 3
+    assert run_script(tmp_path, script("docs/gathers.md", name)) in blocks("docs/gathers.md", "text")
 
 
 def test_the_sizes_in_the_docs_are_those_of_the_code(tmp_path: Path) -> None:
@@ -100,6 +113,15 @@ def test_the_formulas_of_the_sizes_in_the_docs() -> None:
         names = ("staging", "unpacked", "partial_out")
         assert tuple(parts[f"a2a_lse_reduce.{name}"] for name in names) == tuple(lanes * size for size in sizes)
         assert {f"`{name}`" for name in parts} <= set(re.findall(r"`[\w.]+`", (ROOT / "docs/workspace.md").read_text()))
+    gathers = {"query_head_dim": 40, "padded_num_heads": 17, "kv_chunk_rows": 9, "kv_dim": 24, "num_lanes": lanes}
+    page = (ROOT / "docs/gathers.md").read_text()
+    for multicast in (True, False):
+        size = dcpkernels.Workspace.size(dcpkernels.WorkspaceConfig(heads, dim, tokens, multicast=multicast, **gathers), ranks)
+        parts = size.shared_parts if multicast else size.parts
+        assert parts["query_gather.buffer"] == lanes * up(tokens * 17 * 40 * 2, 4096)
+        assert parts["kv_gather.buffers"] == lanes * 2 * up(9 * 24 * 2, 4096)
+        assert size.parts["streams"] == 3 * lanes * (64 + 128) and size.parts["flags"] == 3 * lanes * 2 * ranks * 64
+        assert all(f"`{name}`" in page for name in parts if "gather" in name)
     for fields, rows in (({}, 12), ({"wire": "packet"}, 6)):
         assert dcpkernels.WorkspaceConfig(96, 512, 64, **fields).region_layout(8).max_round_rows == rows
 
