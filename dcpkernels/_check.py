@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -58,8 +59,12 @@ def scale(op: str, value: Any, device: str) -> None:
         dtype(op, "scale", value, (torch.float32,))
         if value.numel() != 1:
             fail(op, "scale must have one element", list(value.shape))
-    elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        fail(op, "scale must be a positive number or an fp32 tensor of one element", repr(value))
+    elif (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 < ctypes.c_float(value).value < math.inf
+    ):
+        fail(op, "scale must be a number that is positive in fp32, or an fp32 tensor of one element", repr(value))
 
 
 def lane(op: str, value: Any, num_lanes: int) -> None:

@@ -39,15 +39,16 @@ class WorkspaceConfig:
             workspace gathers no query.
         query_dtype: the largest type of a gathered query: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
             Narrower ones fit too.
-        padded_num_heads: heads for which the query's buffer has room in each row, at least num_heads; 0 = num_heads.
-            For consumers that read up to 128 heads: the view has num_heads, the bytes behind its last row exist.
+        padded_num_heads: the query's buffer has room for as many rows of so many heads, at least num_heads; 0 =
+            num_heads. For consumers that read up to 128 heads of each row: rows of the view have num_heads, and the bytes
+            behind the last one exist.
         kv_chunk_rows: rows of the largest chunk of `kv_gather`; 0 = the workspace gathers no KV.
         kv_dim: elements of one row of the KV cache (576 for MLA). Rows have a multiple of 16 bytes.
         kv_dtype: the largest type of a row; as query_dtype.
         multicast: a gathered byte is stored once for all ranks where the device can do that (on a CPU all ranks map one
             physical buffer). False: each rank has buffers of its own, and every rank stores into each of them.
         timeout_s: seconds that a wait for another rank may take; 0 = for ever. DCPKERNELS_TIMEOUT_S replaces it.
-        first_call_timeout_s: the same for the first call of a lane, and for making the workspace: ranks start at
+        first_call_timeout_s: the same for the first call of an op on a lane, and for making the workspace: ranks start at
             different times. DCPKERNELS_FIRST_CALL_TIMEOUT_S replaces it.
         cpu_isa: "v4_bf16", "v4", "v3" or "baseline"; None = DCPKERNELS_CPU_ISA, else the best that the processor runs.
             All give the same bits.

@@ -43,7 +43,7 @@ VARIABLES = (
     Variable(
         "DCPKERNELS_READ_ONLY_VIEWS",
         "0",
-        "1: gathered views are mapped read-only, so that a write into one is a SIGSEGV at the writing instruction",
+        "1: gathered views are mapped read-only (with multicast), so that a write into one is a SIGSEGV at the instruction",
     ),
 )
 

@@ -45,7 +45,7 @@ class Workspace:
         parallel_for: with config.num_channels > 1, what runs the channels of a call: `parallel_for(n, body)` calls
             `body(first, end)` for ranges that cover 0 .. n - 1, each once: at the same time in threads that nothing
             else occupies, or in increasing order. It returns when all have returned, and lets an exception of `body`
-            through. None: a thread for each channel but the first and each lane, made with the workspace. May differ
+            through. None: a thread for each channel but the first, of each op and lane, made with the workspace. May differ
             between ranks. Lanes that are used at the same time call it at the same time.
 
     Attributes: rank, num_ranks, num_local_heads, device, config, backend ("direct" or "collective"), isa, num_bytes.
@@ -142,7 +142,7 @@ class Workspace:
     @staticmethod
     def size(config: WorkspaceConfig, num_ranks: int) -> WorkspaceSize:
         """Exact bytes of one rank's region, by part, before anything is allocated. (The collective backend has no
-        region; its buffers grow with the largest call.)"""
+        region: the buffers of the gathers have the same sizes, others grow with the largest call.)"""
         layout = config.region_layout(num_ranks)
         parts, shared = (
             {name: part.num_bytes for name, part in parts.items()} for parts in (layout.parts, layout.shared_parts)
@@ -151,7 +151,8 @@ class Workspace:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank's workspace holds: its region, or the buffers of the collective backend so far."""
+        """Bytes that this rank's workspace holds: its region, or the buffers of the collective backend so far. The region
+        that all ranks share is not counted: `Workspace.size` has it."""
         return self._closed_impl.num_bytes
 
     @property

@@ -29,8 +29,8 @@ DCP_FN void publish(const arch::Cta& cta, const KvGatherParams& p, const arch::P
   }
 }
 
-// Step `convert`: this channel's rows of the chunk, to the caller's tensor.
-DCP_FN void convert(const arch::Cta& cta, const KvGatherParams& p) {
+// Step `dequantise`: this channel's rows of the chunk, to the caller's tensor.
+DCP_FN void dequantise(const arch::Cta& cta, const KvGatherParams& p) {
   const Lanes lanes(cta);
   const float scale = *p.scale;
   const int num_channels = p.control.num_channels;
@@ -84,12 +84,12 @@ struct WaitKernel {
     if (status == Status::kOk) status = require_turn(cta, p, channel, false);
     if (status == Status::kOk) {
       channel.release_previous();
-      const bool converts = p.out != nullptr;
-      status = channel.wait(converts);
+      const bool dequantises = p.out != nullptr;
+      status = channel.wait(dequantises);
       if (status == Status::kOk) {
         arch::broadcast_arrived(has_multicast(p.buffers));
-        if (converts) convert(cta, p);
-        status = converts ? channel.confirm_reads() : channel.confirm();
+        if (dequantises) dequantise(cta, p);
+        status = dequantises ? channel.confirm_reads() : channel.confirm();
       }
     }
     channel.leave(status);

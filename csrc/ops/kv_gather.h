@@ -6,9 +6,9 @@
 // rank, and no other byte of the buffer is. Bytes are copied as they are.
 //
 // A call is split in two. `start` publishes; `wait` returns when the chunk is whole, and the caller reads it
-// until the next `wait`. There are two buffers a lane and rank (on a CPU for all ranks), which take turns:
-// while chunk n is read, chunk n + 1 arrives in the other one. The host says which one it is, it is part of
-// the digest, and a credit guards it.
+// until the next `wait`. There are two buffers a lane and rank (or for all ranks, on a CPU by default), which
+// take turns: while chunk n is read, chunk n + 1 arrives in the other one. The host says which one it is, it
+// is part of the digest, and a credit guards it.
 //
 // Steps of `start`, on every channel c; row i of this rank's list belongs to channel i % C:
 //   enter    read the epoch e, of the round started last, from memory; that round must have been waited for,
@@ -21,15 +21,15 @@
 //   enter    read the epoch e, of the round waited for last, from memory; one more must have been started
 //   release  the line of my flag of round e - 1 on each peer says: the caller has read that chunk
 //   wait     all peers' flags in my region are {e, my digest}
-//   convert  (a scale was given) the chunk, from float8 e4m3 times the scale to bf16, into the caller's
+//   dequantise  (a scale was given) the chunk, from float8 e4m3 times the scale to bf16, into the caller's
 //   `out`;
 //            its rows come from all channels of the peers, so `wait` was for all of them
 //   confirm  no fault was reported before the last read
 //   leave    the last channel stores e
 //
-// No row is overwritten before it was read: round e + 2, in the same buffer, is started when all have released
-// round e. No flag is overwritten before it was seen: a rank starts round e + 2 after its wait for round e + 1,
-// to which each peer's flag comes after its own wait for round e.
+// No row is overwritten before it was read: round e + 2, in the same buffer, is started when all have
+// released round e. No flag is overwritten before it was seen: a rank starts round e + 2 after its wait for
+// round e + 1, to which each peer's flag comes after its own wait for round e.
 #pragma once
 
 #include "core/types.h"

@@ -5,11 +5,11 @@
 // [T, H, Dq], with rank r's heads at r * H/W .. (r + 1) * H/W - 1. Bytes are copied as they are, or, where
 // a scale is given, divided by it and rounded to float8 e4m3.
 //
-// There is one buffer a lane and rank (on a CPU one for all ranks), and every rank writes its own heads into
-// all of them. The caller's attention reads it after the call; so the next gather must not begin before
-// attention on all ranks has ended. What proves that is the lane's next a2a_lse_reduce: each rank signals
-// there after its attention, on every channel and to every peer. Or release_query: a round without rows.
-// The word `open_rows` of the lane's stream (1 + T, 0 = nothing is open) holds callers to it.
+// There is one buffer a lane and rank (or one for all ranks, on a CPU by default), and every rank writes its
+// own heads into all of them. The caller's attention reads it after the call; so the next gather must not
+// begin before attention on all ranks has ended. What proves that is the lane's next a2a_lse_reduce: each
+// rank signals there after its attention, on every channel and to every peer. Or release_query: a round
+// without rows. The word `open_rows` of the lane's stream (1 + T, 0 = nothing is open) holds callers to it.
 //
 // Steps, on every channel c; an item is one head of one row, item i belongs to channel i % C:
 //   enter    read the epoch e from memory; open_rows must be 0

@@ -72,7 +72,8 @@ def kv_gather_start(
 
     One chunk at a time is started: wait for it, start the next one, then use it:
 
-        kv_gather_start(kv_cache, plan, 0, workspace=workspace)
+        if plan.num_chunks > 0:
+            kv_gather_start(kv_cache, plan, 0, workspace=workspace)
         for i in range(plan.num_chunks):
             chunk = kv_gather_wait(plan, i, workspace=workspace)
             if i + 1 < plan.num_chunks:
@@ -99,6 +100,8 @@ def kv_gather_wait(
     Raises DcpInvalidArgument when another chunk, or none, has been started.
     """
     _check.open_impl(WAIT_OP, workspace)
+    _check.has_part(WAIT_OP, workspace.config.kv_chunk_rows > 0, "kv_chunk_rows")
+    _check.lane(WAIT_OP, lane, workspace.config.num_lanes)
     chunk = workspace._started_chunks.get(lane)
     if chunk is None or chunk.plan is not plan or chunk.index != chunk_idx:
         given = "none was started" if chunk is None else f"chunk {chunk.index} was started; asked for {chunk_idx!r}"

@@ -1,5 +1,5 @@
-// core/fp8.h against the format's definition, in double: every code, and every fp32 whose low 8 bits are 0 or
-// near a tie. Prints a checksum that must be equal on all variants.
+// core/fp8.h against the format's definition, in double: every code, and the fp32
+// at and next to every tie. Prints a checksum that must be equal on all variants.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from test_core import CSRC, HERE, MUTATIONS, RACE, RUNNABLE, compile_program
+
+from tests.core.test_core import CSRC, HERE, MUTATIONS, RACE, RUNNABLE, compile_program
 
 SOURCES = [HERE / "race_gathers.cpp", CSRC / "ops" / "query_gather.cc", CSRC / "ops" / "kv_gather.cc"]
 # Beside those of test_core: a start of a chunk that waits for nobody's release.
