@@ -64,7 +64,7 @@ def scale(op: str, value: Any, device: str) -> None:
         or not isinstance(value, (int, float))
         or not 0 < ctypes.c_float(value).value < math.inf
     ):
-        fail(op, "scale must be a number that is positive in fp32, or an fp32 tensor of one element", repr(value))
+        fail(op, "scale must be a positive number (in fp32) or an fp32 tensor of one element", repr(value))
 
 
 def lane(op: str, value: Any, num_lanes: int) -> None:

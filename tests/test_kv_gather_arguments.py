@@ -170,7 +170,6 @@ def test_a_refused_wait_can_be_put_right(name):
     run_ranks(body, 2)
 
 
-@pytest.mark.xfail(strict=True, reason="the chunk is forgotten before the index is checked; a lane is not checked")
 @pytest.mark.parametrize("wrong", [{"chunk_idx": 0.0}, {"chunk_idx": False}, {"lane": [0]}, {"lane": 0.0}], ids=str)
 def test_a_wait_with_what_is_no_integer(wrong):
     """But equal to one, or of no hash. It is refused as in the other calls, and can be put right."""

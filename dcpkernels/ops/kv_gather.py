@@ -106,6 +106,7 @@ def kv_gather_wait(
     if chunk is None or chunk.plan is not plan or chunk.index != chunk_idx:
         given = "none was started" if chunk is None else f"chunk {chunk.index} was started; asked for {chunk_idx!r}"
         _check.fail(WAIT_OP, "plan and chunk_idx must be those of the chunk started last on the lane", given)
+    plan.num_rows(chunk_idx)  # refuses what equals the index and is no integer
     _check_output(WAIT_OP, chunk, workspace, scale, out)
     return _wait(WAIT_OP, chunk, workspace, scale, out, lane)
 

@@ -71,7 +71,8 @@ def query_gather(
     except (AttributeError, TypeError):
         key = plan = None
     if plan is None:
-        plan = workspace._keep_plan(key, _make_plan(workspace, parts, scale, out, lane))
+        plan = _make_plan(workspace, parts, scale, out, lane)
+        workspace._keep_plan(key, plan)
     if scale is not None and not isinstance(scale, torch.Tensor):
         _check.scale(OP, scale, workspace.device)
     status = plan(parts, out, scale)
