@@ -215,6 +215,8 @@ def test_a_rank_that_owns_no_rows_is_awaited_too():
 
     def body(group):
         rank = Rank(group)
+        assert rank(lens=(64,), interleave=64).error is None
+        meet(group)
         if rank.workspace.rank == 2:
             time.sleep(TIMEOUT_S + 0.5)
         return rank.finish(rank(lens=(64,), interleave=64))

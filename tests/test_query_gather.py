@@ -268,6 +268,27 @@ def test_a_refused_call_sends_nothing(name):
     run_ranks(body, 2)
 
 
+@pytest.mark.parametrize("name", ["out is the query", "out behind the query", "out is the view", "query is the view"])
+def test_memory_that_overlaps(name):
+    """Refused, with nothing written: a peer could be given bytes of either call."""
+    (group,) = ThreadGroup.create(1)
+    with Workspace(group, config=CONFIG) as workspace:
+        memory = any_bits((5, 12, 40), torch.bfloat16)
+        kept = memory.clone()
+        view = query_gather(memory[:4], workspace=workspace)
+        release_query(workspace=workspace)
+        query, out = {
+            "out is the query": (memory[:4], memory[:4]),
+            "out behind the query": (memory[:4], memory[1:]),
+            "out is the view": (memory[:4], view),
+            "query is the view": (view, None),
+        }[name]
+        with pytest.raises(DcpInvalidArgument, match="query_gather: outputs must not share memory"):
+            query_gather(query, workspace=workspace, out=out)
+        assert same_bits(memory, kept) and same_bits(view, kept[:4])
+        assert same_bits(query_gather(memory[1:], workspace=workspace), kept[1:])
+
+
 @pytest.mark.parametrize("scale", [1e-60, 1e39], ids=str)
 def test_a_scale_that_fp32_does_not_hold(scale):
     """0 or infinite as fp32, in which the division takes place."""

@@ -222,16 +222,17 @@ def test_the_rows_of_the_last_gather_count():
 
 
 def test_lanes_are_independent():
-    """Each has its own open query, buffer and rows."""
+    """Each has its own open query, buffer and rows; also where a call fills its buffer."""
 
     def body(group):
         rank = Rank(group)
-        first = rank.gather(3, lane=0)
-        kept = rank.truth(3)
+        first = rank.gather(8, lane=0, dtype=torch.float32)
+        kept = rank.truth(8, torch.float32)
         second = rank.gather(5, lane=1)
+        meet(group)
         assert same_bits(first, kept), "the other lane's gather wrote into it"
         also = rank.truth(5)
-        rank.reduce(3, lane=0)
+        rank.reduce(8, lane=0)
         rank.gather(8, lane=0)
         assert same_bits(second, also)
         rank.release(lane=1)

@@ -48,7 +48,7 @@ def run_race(
     ("threads", "ranks", "channels", "calls"),
     [
         *[(1, 1, 1, 30), (1, 2, 1, 150), (1, 2, 3, 40), (1, 3, 1, 100), (1, 3, 2, 40), (1, 8, 1, 20)],
-        *[(2, 2, 1, 30), (2, 3, 2, 10), (32, 2, 1, 30), (32, 3, 2, 8)],
+        *[(2, 2, 1, 30), (2, 3, 2, 10), (32, 2, 1, 20), (32, 3, 2, 3)],
     ],
 )
 def test_no_race(race_programs: dict[int, Path], threads: int, ranks: int, channels: int, calls: int, buffers: str) -> None:
