@@ -163,17 +163,6 @@ def test_a_planted_fault_is_reported(
 # -- aarch64
 
 
-@pytest.fixture(scope="session")
-def aarch64() -> list[str]:
-    """What runs a program for aarch64; the tests that need it are left out where it cannot be made or run."""
-    missing = [tool for tool in ("aarch64-linux-gnu-g++", "qemu-aarch64") if not shutil.which(tool)]
-    if missing and os.environ.get("DCPKERNELS_REQUIRE_AARCH64") == "1":
-        pytest.fail(f"not installed: {', '.join(missing)}")
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}")
-    return ["qemu-aarch64"]
-
-
 def test_aarch64_gives_the_same_numbers(tmp_path: Path, aarch64: list[str]) -> None:
     native = compile_program(tmp_path, [HERE / "numbers.cpp"], "baseline", "-O3")
     crossed = compile_program(tmp_path / "aarch64", [HERE / "numbers.cpp"], "baseline", "-O3", "-static", cxx="aarch64-linux-gnu-g++")

@@ -51,7 +51,9 @@ def run_race(
         *[(2, 2, 1, 30), (2, 3, 2, 10), (32, 2, 1, 20), (32, 3, 2, 3)],
     ],
 )
-def test_no_race(race_programs: dict[int, Path], threads: int, ranks: int, channels: int, calls: int, buffers: str) -> None:
+def test_no_race(
+    race_programs: dict[int, Path], threads: int, ranks: int, channels: int, calls: int, buffers: str
+) -> None:
     for seed in (1, 2):
         done = run_race(race_programs[threads], ranks, channels, calls, seed, buffers)
         assert done.returncode == 0, done.stderr[:6000]
@@ -80,3 +82,24 @@ def test_float8_is_right_and_equal_on_all_variants(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{variant}: {done.stderr}"
         checksums[variant] = done.stdout
     assert len(set(checksums.values())) == 1, checksums
+
+
+def test_aarch64_gives_the_same_float8(tmp_path: Path, aarch64: list[str]) -> None:
+    native = compile_program(tmp_path, [HERE / "float8.cpp"], "baseline", "-O3")
+    crossed = compile_program(
+        tmp_path / "aarch64", [HERE / "float8.cpp"], "baseline", "-O3", "-static", cxx="aarch64-linux-gnu-g++"
+    )
+    expected = subprocess.run([native], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*aarch64, crossed], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected.stdout
+
+
+def test_aarch64_runs_the_protocol(tmp_path: Path, aarch64: list[str]) -> None:
+    """Bytes and order of steps; that the emulator has the weak memory of the real thing is not claimed."""
+    flags = ("-O2", "-static", f"-I{HERE}", "-include", "mutation.h")
+    program = compile_program(tmp_path, SOURCES, "baseline", *flags, cxx="aarch64-linux-gnu-g++")
+    for code in BUFFERS.values():
+        command = [*aarch64, str(program), *map(str, (3, 2, 30, 1, code, 0))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
