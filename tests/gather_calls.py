@@ -4,6 +4,9 @@ is dealt out to the paged caches of several ranks."""
 from __future__ import annotations
 
 import math
+import os
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +15,9 @@ import numpy as np
 import torch
 
 from dcpkernels import KVGatherPlan, Workspace, a2a_lse_reduce, reference
-from tests.a2a_calls import meet
+from dcpkernels.errors import DcpError
+from dcpkernels.testing import run_ranks
+from tests.a2a_calls import attempt, meet
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 RANKS = [1, 2, 3, 4, 6, 8]
@@ -186,3 +191,22 @@ class Context:
             chunk_idx=chunk_idx,
             scale=scale,
         )
+
+
+def interrupted(group, rank_class):
+    """For two rank processes: the first gets Ctrl-C in its first call, the second says what it hears of it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    rank = rank_class(group, timeout_s=20.0)
+    if rank.workspace.rank == 1:
+        meet(group)
+        return attempt(rank.workspace.check).error
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    error = rank().error
+    meet(group)
+    return error
+
+
+def check_ctrl_c(rank_class):
+    error, other = run_ranks(interrupted, 2, rank_class, mode="process")
+    assert type(error) is KeyboardInterrupt
+    assert isinstance(other, DcpError) and other.ranks == (0,), other

@@ -16,7 +16,7 @@ from dcpkernels import KVGatherPlan, Workspace, WorkspaceConfig, kv_gather, kv_g
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpMismatch, DcpPeerLost, DcpTimeout
 from dcpkernels.testing import run_ranks
 from tests.a2a_calls import attempt, meet, same_bits
-from tests.gather_calls import Context, any_bits, release_by_merge
+from tests.gather_calls import Context, any_bits, check_ctrl_c, release_by_merge
 
 TIMEOUT_S = 0.6
 AT_ONCE_S = 0.5  # below the timeout: no wait took place, on a busy machine either
@@ -297,22 +297,8 @@ def test_a_killed_process_is_named_at_once(where):
         assert type(result.error) is DcpPeerLost and result.error.ranks == (2,) and result.seconds < 2, result
 
 
-def interrupted(group):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    rank = Rank(group, timeout_s=20.0)
-    if rank.workspace.rank == 1:
-        meet(group)
-        return attempt(rank.workspace.check).error
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    error = rank().error
-    meet(group)
-    return error
-
-
 def test_ctrl_c_ends_the_wait():
-    error, other = run_ranks(interrupted, 2, mode="process")
-    assert type(error) is KeyboardInterrupt
-    assert isinstance(other, DcpError) and other.ranks == (0,), other
+    check_ctrl_c(Rank)
 
 
 # -- two threads on one lane

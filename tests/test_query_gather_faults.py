@@ -7,17 +7,16 @@ import dataclasses
 import os
 import pickle
 import signal
-import threading
 import time
 
 import pytest
 import torch
 
 from dcpkernels import Workspace, WorkspaceConfig, query_gather, reference, release_query
-from dcpkernels.errors import DcpError, DcpMismatch, DcpPeerLost, DcpTimeout
+from dcpkernels.errors import DcpMismatch, DcpPeerLost, DcpTimeout
 from dcpkernels.testing import run_ranks
 from tests.a2a_calls import attempt, meet, same_bits
-from tests.gather_calls import any_bits, release_by_merge
+from tests.gather_calls import any_bits, check_ctrl_c, release_by_merge
 
 TIMEOUT_S = 0.6
 AT_ONCE_S = 0.5  # below the timeout: no wait took place, on a busy machine either
@@ -239,22 +238,8 @@ def test_a_killed_process_is_named_at_once(call):
         assert type(result.error) is DcpPeerLost and result.error.ranks == (2,) and result.seconds < 2, result
 
 
-def interrupted(group):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    rank = Rank(group, timeout_s=20.0)
-    if rank.workspace.rank == 1:
-        meet(group)
-        return attempt(rank.workspace.check).error
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    error = rank().error
-    meet(group)
-    return error
-
-
 def test_ctrl_c_ends_the_wait():
-    error, other = run_ranks(interrupted, 2, mode="process")
-    assert type(error) is KeyboardInterrupt
-    assert isinstance(other, DcpError) and other.ranks == (0,), other
+    check_ctrl_c(Rank)
 
 
 # -- after a mismatch nothing that looks like a result is left

@@ -100,10 +100,8 @@ MUTATIONS = {"none": 0, "relaxed signal": 1, "relaxed release": 2, "no publish_d
 RACE, NUMBERS_WRONG = 66, 1
 
 
-@pytest.fixture(scope="session")
-def race_programs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """The race program for CTAs of 1 thread (as it is shipped), 2 and 32 threads."""
-    folder, sources = tmp_path_factory.mktemp("race"), [HERE / "race_a2a_lse_reduce.cpp", CSRC / "ops" / "a2a_lse_reduce.cc"]
+def build_race_programs(folder: Path, sources: list[Path]) -> dict[int, Path]:
+    """A race program for CTAs of 1 thread (as it is shipped), 2 and 32 threads."""
     common = ["-O1", "-fsanitize=thread", f"-I{HERE}", "-include", "mutation.h"]
 
     def build(threads: int) -> Path:
@@ -114,14 +112,24 @@ def race_programs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
         return dict(zip((1, 2, 32), pool.map(build, (1, 2, 32)), strict=True))
 
 
-def run_race(
-    program: Path, ranks: int, channels: int, calls: int, seed: int, wire: str = "push", mutation: str = "none"
-) -> subprocess.CompletedProcess[str]:
-    command = [str(program), *map(str, (ranks, channels, calls, seed, WIRES[wire], MUTATIONS[mutation]))]
+def run_race_program(program: Path, *args: int) -> subprocess.CompletedProcess[str]:
+    command = [str(program), *map(str, args)]
     if shutil.which("setarch"):  # the address layout of newer kernels can be too random for older sanitizers
         command = ["setarch", "-R", *command]
     environment = {**os.environ, "TSAN_OPTIONS": f"exitcode={RACE} halt_on_error=1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+@pytest.fixture(scope="session")
+def race_programs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    sources = [HERE / "race_a2a_lse_reduce.cpp", CSRC / "ops" / "a2a_lse_reduce.cc"]
+    return build_race_programs(tmp_path_factory.mktemp("race"), sources)
+
+
+def run_race(
+    program: Path, ranks: int, channels: int, calls: int, seed: int, wire: str = "push", mutation: str = "none"
+) -> subprocess.CompletedProcess[str]:
+    return run_race_program(program, ranks, channels, calls, seed, WIRES[wire], MUTATIONS[mutation])
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.core.test_core import CSRC, HERE, MUTATIONS, RACE, RUNNABLE, compile_program
+from tests.core.test_core import (
+    CSRC,
+    HERE,
+    MUTATIONS,
+    RACE,
+    RUNNABLE,
+    build_race_programs,
+    compile_program,
+    run_race_program,
+)
 
 SOURCES = [HERE / "race_gathers.cpp", CSRC / "ops" / "query_gather.cc", CSRC / "ops" / "kv_gather.cc"]
 # Beside those of test_core: a start of a chunk that waits for nobody's release.
@@ -20,27 +26,14 @@ BUFFERS = {"one for all ranks": 1, "one for each": 0}
 
 @pytest.fixture(scope="session")
 def race_programs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """The race program for CTAs of 1 thread (as it is shipped), 2 and 32 threads."""
-    folder = tmp_path_factory.mktemp("race_gathers")
-    common = ["-O1", "-fsanitize=thread", f"-I{HERE}", "-include", "mutation.h"]
-
-    def build(threads: int) -> Path:
-        several = ['-DDCP_CPU_CTA="cta_threads.h"', f"-DDCP_CTA_THREADS={threads}"] if threads > 1 else []
-        return compile_program(folder / str(threads), SOURCES, "baseline", *common, *several)
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip((1, 2, 32), pool.map(build, (1, 2, 32)), strict=True))
+    return build_race_programs(tmp_path_factory.mktemp("race_gathers"), SOURCES)
 
 
 def run_race(
     program: Path, ranks: int, channels: int, calls: int, seed: int, buffers: str, mutation: str = "none"
 ) -> subprocess.CompletedProcess[str]:
     codes = (BUFFERS[buffers], (MUTATIONS | NO_CREDITS)[mutation])
-    command = [str(program), *map(str, (ranks, channels, calls, seed, *codes))]
-    if shutil.which("setarch"):  # the address layout of newer kernels can be too random for older sanitizers
-        command = ["setarch", "-R", *command]
-    environment = {**os.environ, "TSAN_OPTIONS": f"exitcode={RACE} halt_on_error=1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return run_race_program(program, ranks, channels, calls, seed, *codes)
 
 
 @pytest.mark.parametrize("buffers", BUFFERS)
