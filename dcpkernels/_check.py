@@ -59,12 +59,15 @@ def scale(op: str, value: Any, device: str) -> None:
         dtype(op, "scale", value, (torch.float32,))
         if value.numel() != 1:
             fail(op, "scale must have one element", list(value.shape))
-    elif (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not 0 < ctypes.c_float(value).value < math.inf
-    ):
+    elif isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_positive_fp32(value):
         fail(op, "scale must be a positive number (in fp32) or an fp32 tensor of one element", repr(value))
+
+
+def _is_positive_fp32(value: float) -> bool:
+    try:
+        return 0 < ctypes.c_float(value).value < math.inf
+    except OverflowError:  # an int that no float holds
+        return False
 
 
 def lane(op: str, value: Any, num_lanes: int) -> None:
@@ -100,6 +103,12 @@ def dtype(op: str, name: str, value: torch.Tensor, allowed: tuple[torch.dtype, .
 def last_stride(op: str, name: str, value: torch.Tensor) -> None:
     if value.numel() > 0 and value.shape[-1] > 1 and value.stride(-1) != 1:
         fail(op, f"{name} must have stride 1 in its last dim", value.stride(-1))
+
+
+def has_memory(op: str, name: str, value: torch.Tensor) -> None:
+    """Tensors whose storage was freed, and wrapper subclasses, have none of their own."""
+    if value.numel() > 0 and value.data_ptr() == 0:
+        fail(op, f"{name} must have memory of its own", "a null data pointer")
 
 
 def writable(op: str, name: str, value: torch.Tensor) -> None:

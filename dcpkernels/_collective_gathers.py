@@ -17,7 +17,8 @@ import torch
 
 from dcpkernels import _check
 from dcpkernels._check import Chunk
-from dcpkernels._faults import QUERY_OPEN, QUERY_ROWS, RELEASE_QUERY
+from dcpkernels._faults import QUERY_OPEN, QUERY_ROWS
+from dcpkernels._gathers import span_bytes, view_of
 from dcpkernels._streams import Refused, Stream, Streams
 from dcpkernels.config import WorkspaceConfig
 from dcpkernels.region_layout import RegionLayout
@@ -65,11 +66,11 @@ class CollectiveGathers:
         code = _check.GATHER_DTYPE_CODES[dtype]
         call = self._module.query_descriptor(lane=lane, dtype=code, has_out=has_out, num_tokens=num_tokens)
         shape = (num_tokens, self._config.num_heads, self._config.query_head_dim)
-        view = None if has_out else _view(self._query[lane].buffer, shape, dtype)
+        view = None if has_out else view_of(self._query[lane].buffer, shape, dtype)
         return _QueryPlan(self, self._query[lane], call, shape, dtype, view)
 
     def release_plan(self, lane: int) -> Callable[[], int]:
-        call = RELEASE_QUERY << 56 | lane << 48  # csrc/core/digest.h
+        call = self._module.release_descriptor(lane=lane)
         query = self._query[lane]
         return lambda: self._streams.run(query.stream, call, prepare=lambda: 0, move=query.close)
 
@@ -104,18 +105,27 @@ class CollectiveGathers:
         lane, group = plan.lane, plan.lane.stream.group
         num_tokens, _, head_dim = plan.shape
         num_local_heads, integer = self._layout.num_local_heads, _INTEGERS[plan.dtype.itemsize]
-        target = _view(lane.buffer, plan.shape, integer) if out is None else out.view(integer)
+        target = view_of(lane.buffer, plan.shape, integer) if out is None else out.view(integer)
         target = target.unflatten(1, (group.num_ranks, num_local_heads))
         for first_row in range(0, num_tokens, self._layout.max_num_tokens):
             num_rows = min(self._layout.max_num_tokens, num_tokens - first_row)
             rows = slice(first_row, first_row + num_rows)
             shape = (group.num_ranks, num_rows, num_local_heads, head_dim)
-            staging = _view(lane.staging_of(math.prod(shape) * plan.dtype.itemsize), shape, plan.dtype)
+            staging = view_of(lane.staging_of(math.prod(shape) * plan.dtype.itemsize), shape, plan.dtype)
             _pack_query(staging[group.rank], [part[rows] for part in parts], scale)
             chunks = [staging[0].nbytes] * group.num_ranks
             timeout_s = self._streams.deadline_s(lane.stream)
             group.all_gather(staging.view(-1).view(torch.uint8), chunks, timeout_s=timeout_s)
             target[rows].copy_(staging.view(integer).transpose(0, 1))
+
+    def is_reserved(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in memory that the gathers hand out."""
+        lanes = itertools.chain(self._query, self._kv)
+        return any(_overlap(_span(tensor), _span(buffer)) for lane in lanes for buffer in lane.buffers)
+
+    def close(self) -> None:
+        """The memory goes when nobody refers to a view any more."""
+        self._query, self._kv = [], []
 
     # -- for a2a_lse_reduce on the same lane
 
@@ -172,14 +182,14 @@ class CollectiveGathers:
             assert kv.started is not None
             self._exchange_chunk(kv, kv.started, buffer)
             if out is not None:
-                _dequantise(out, _view(buffer, chunk.shape, chunk.dtype), scale)
+                _dequantise(out, view_of(buffer, chunk.shape, chunk.dtype), scale)
             kv.started = None
 
         def discard() -> None:
             kv.started = None
 
         status = self._streams.run(kv.stream, call, prepare=prepare, move=move, discard=discard)
-        return status, _view(buffer, chunk.shape, chunk.dtype) if status == 0 and out is None else None
+        return status, view_of(buffer, chunk.shape, chunk.dtype) if status == 0 and out is None else None
 
     def _chunk_call(self, lane: int, buffer_idx: int, chunk: Chunk) -> int:
         return self._module.chunk_descriptor(
@@ -193,7 +203,7 @@ class CollectiveGathers:
         shape = (sum(chunk.rank_rows), chunk.row_bytes)
         # Read row by row of the chunk: several times as fast as written rank by rank.
         torch.index_select(
-            _view(staging, shape, torch.uint8), 0, chunk.staging_rows(), out=_view(buffer, shape, torch.uint8)
+            view_of(staging, shape, torch.uint8), 0, chunk.staging_rows(), out=view_of(buffer, shape, torch.uint8)
         )
 
 
@@ -305,7 +315,7 @@ def _pack_cache(mine: torch.Tensor, kv_cache: torch.Tensor, source_rows: Any) ->
         all_rows = kv_cache.view(integer).as_strided((num_steps, dim), (step, 1))
         block, row = np.divmod(source_rows, block_size)
         indices = torch.from_numpy((block * block_stride + row * row_stride) // step)
-        torch.index_select(all_rows, 0, indices, out=_view(mine, (len(source_rows), dim), integer))
+        torch.index_select(all_rows, 0, indices, out=view_of(mine, (len(source_rows), dim), integer))
 
 
 @torch.inference_mode()
@@ -335,17 +345,9 @@ def _zeros(num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
-def _view(buffer: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return buffer[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-
 def _span(tensor: torch.Tensor) -> range:
     """The addresses from its first to its last byte."""
-    if tensor.numel() == 0:
-        return range(0)
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return range(tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size())
+    return range(tensor.data_ptr(), tensor.data_ptr() + span_bytes(tensor))
 
 
 def _is_missing(span: range) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dcpkernels import _backend, _check, env
+from dcpkernels import _backend, _check
 from dcpkernels._channels import EachOnce, ParallelFor, ThreadPool
 from dcpkernels._faults import fault_error, lost_error
 from dcpkernels._gathers import DirectGathers
@@ -18,7 +19,7 @@ from dcpkernels.errors import DcpError
 from dcpkernels.heap.cpu import CpuHeap
 from dcpkernels.heap.group import Deadline, Group
 from dcpkernels.heap.verdict import agree
-from dcpkernels.region_layout import RegionLayout
+from dcpkernels.region_layout import GATHER_PARTS, RegionLayout
 
 # csrc/core/types.h: Wire.
 _PUSH, _PULL = 0, 1
@@ -44,10 +45,11 @@ class DirectBackend:
         first_call_timeout_s: float,
         deadline: Deadline,
         parallel_for: ParallelFor | None,
+        read_only_views: bool,
     ) -> None:
         """Collective. Raises, the same on every rank, what CpuHeap.create raises."""
         self._config, self._layout, self._module = config, layout, module
-        self._num_ranks, self._timeout_s = group.num_ranks, timeout_s
+        self._rank, self._num_ranks, self._timeout_s = group.rank, group.num_ranks, timeout_s
         self._fault: dict[str, Any] | None = None
         parts = layout.parts
         control = module.ControlLayout(
@@ -66,7 +68,7 @@ class DirectBackend:
             payload=payload,
             timeout_s=deadline.for_call(),
             shared_nbytes=layout.shared_num_bytes,
-            read_only_views=env.read_only_views(),
+            read_only_views=read_only_views,
         )
         self.closed = False
         error = None
@@ -100,6 +102,7 @@ class DirectBackend:
             # On a CPU a store into the shared region is the multicast.
             gather_bases=[self._heap.shared_base] * group.num_ranks if config.multicast else self._heap.bases,
             multicast=self._heap.shared_base if config.multicast else 0,
+            reserved=self._reserved(),
             socket_fds=self._heap.socket_fds,
             control=control,
             timeout_ns=math.ceil(timeout_s * 1e9),
@@ -117,7 +120,20 @@ class DirectBackend:
         self._geometries = [self._geometry(lane) for lane in range(config.num_lanes)]
         self._buffers = [[self._buffer(lane, index) for index in (0, 1)] for lane in range(config.num_lanes)]
         memory = self._heap.shared_memory if config.multicast else self._heap.own_memory
-        self.gathers = DirectGathers(module, self._endpoint, config, self._layout, memory, self._parallel_for_stream)
+        # No bound method: a cycle would keep a workspace that is dropped alive, and its peers waiting for it.
+        parallel_fors = [self._parallel_for_stream(stream_idx) for stream_idx in range(self._layout.num_streams)]
+        self.gathers = DirectGathers(module, self._endpoint, config, self._layout, memory, parallel_fors)
+
+    def _reserved(self) -> list[tuple[int, int]]:
+        """Address and bytes of all buffers that the gathers hand out, in every mapping of them."""
+        layout = self._layout
+        parts = [layout.gather_parts[name] for name in GATHER_PARTS if name in layout.gather_parts]
+        if not parts:
+            return []
+        first, end = parts[0].offset, parts[-1].offset + parts[-1].num_bytes
+        memory = self._heap.shared_memory if self._config.multicast else self._heap.own_memory
+        writable = (self._heap.shared_base if self._config.multicast else self._heap.bases[self._rank]) + first
+        return [(writable, end - first), (ctypes.addressof(memory(first, end - first)), end - first)]
 
     def _parallel_for_stream(self, stream_idx: int) -> ParallelFor | None:
         parallel_for = self._pools[stream_idx] if self._pools else self._parallel_for

@@ -30,7 +30,7 @@ def describe_call(descriptor: int) -> str:
     if op == RELEASE_QUERY:
         return f"release_query(lane={lane})"
     if op == KV_GATHER:
-        return f"kv_gather(chunk_idx={detail}, plan={low:08x}, buffer {kind}, lane={lane})"
+        return f"kv_gather(chunk_idx={detail} (mod 4096), plan={low:08x}, buffer {kind}, lane={lane})"
     return f"op {op}(lane={lane})"
 
 

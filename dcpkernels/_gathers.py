@@ -15,7 +15,6 @@ from dcpkernels.config import WorkspaceConfig
 from dcpkernels.region_layout import RegionLayout
 
 Memory = Callable[[int, int], Any]  # (offset, bytes) -> a buffer that keeps its memory mapped
-ParallelFor = Callable[[int], Any]  # stream index -> parallel_for of calls on it, or None
 
 
 class QueryPlan:
@@ -37,7 +36,8 @@ _MAX_PARTS = _check.MAX_QUERY_PARTS
 
 
 class DirectGathers:
-    """Of one rank. `memory` is of the region that the buffers lie in."""
+    """Of one rank. `memory` is of the region that the buffers lie in; `parallel_fors` holds what runs the channels of calls
+    on each stream, None = the calling thread."""
 
     def __init__(
         self,
@@ -46,13 +46,14 @@ class DirectGathers:
         config: WorkspaceConfig,
         layout: RegionLayout,
         memory: Memory,
-        parallel_for: ParallelFor,
+        parallel_fors: list[Any],
     ) -> None:
         self._module, self._endpoint, self._config, self._layout = module, endpoint, config, layout
-        self._parallel_for = parallel_for
+        self._parallel_fors = parallel_fors
         lanes = range(config.num_lanes)
         self._query: list[torch.Tensor] = []
         self._kv: list[list[torch.Tensor]] = []
+        self._kv_lanes: list[_KvLane] = []
         if "query_gather" in layout.ops:
             self._query = [_bytes_of(memory, self._query_offset(lane), layout.query_buffer_bytes) for lane in lanes]
         if "kv_gather" in layout.ops:
@@ -64,7 +65,7 @@ class DirectGathers:
 
     def close(self) -> None:
         """The memory goes when nobody refers to a view any more."""
-        self._query, self._kv = [], []
+        self._query, self._kv, self._kv_lanes = [], [], []
 
     # -- query_gather
 
@@ -96,7 +97,7 @@ class DirectGathers:
         if out_strides is not None:
             return QueryPlan(run, None)
         shape = (num_tokens, config.num_heads, config.query_head_dim)
-        return QueryPlan(run, _view(self._query[lane], shape, dtype))
+        return QueryPlan(run, view_of(self._query[lane], shape, dtype))
 
     def release_plan(self, lane: int) -> Callable[[], int]:
         run = self._query_calls(
@@ -148,6 +149,10 @@ class DirectGathers:
         kv_lane = self._kv_lanes[lane]
         return kv_lane.start(kv_cache.data_ptr(), kv_lane.source(kv_cache, chunk), chunk.index, chunk.digest)
 
+    def is_reserved(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in memory that the gathers hand out."""
+        return self._endpoint.is_reserved(tensor.data_ptr(), span_bytes(tensor))
+
     def kv_wait(self, lane: int, chunk: Chunk, out: torch.Tensor | None, scale: Any) -> tuple[int, torch.Tensor | None]:
         """(status, the chunk [rows, dim] where there is no `out`)."""
         kv_lane = self._kv_lanes[lane]
@@ -170,7 +175,7 @@ class DirectGathers:
     def _in_threads(
         self, run: Callable[..., int], run_in_threads: Callable[..., int], stream_idx: int
     ) -> Callable[..., int]:
-        parallel_for = self._parallel_for(stream_idx)
+        parallel_for = self._parallel_fors[stream_idx]
         return run if parallel_for is None else functools.partial(run_in_threads, parallel_for)
 
 
@@ -188,7 +193,7 @@ class _KvLane:
         if chunk.plan is not self._plan:
             self._plan, self._sources, self._views = chunk.plan, {}, {}
         block_stride, row_stride, _ = kv_cache.stride()
-        key = (chunk.index, chunk.dtype, chunk.shape, block_stride, row_stride)
+        key = (chunk.index, chunk.dtype, chunk.shape, kv_cache.shape[0], block_stride, row_stride)
         source = self._sources.get(key)
         if source is None:
             size = kv_cache.element_size()
@@ -201,6 +206,7 @@ class _KvLane:
                 source_rows=rows.ctypes.data,  # the plan keeps them
                 final_rows=finals.ctypes.data,
                 num_source_rows=len(rows),
+                cache_bytes=span_bytes(kv_cache),
             )
         return source
 
@@ -209,7 +215,7 @@ class _KvLane:
         key = (self._calls.buffer_idx, chunk.shape, chunk.dtype)
         view = self._views.get(key)
         if view is None:
-            view = self._views[key] = _view(buffers[key[0]], chunk.shape, chunk.dtype)
+            view = self._views[key] = view_of(buffers[key[0]], chunk.shape, chunk.dtype)
         return view.detach()
 
 
@@ -218,6 +224,15 @@ def _bytes_of(memory: Memory, offset: int, num_bytes: int) -> torch.Tensor:
         return torch.frombuffer(memory(offset, num_bytes), dtype=torch.uint8)
 
 
-def _view(buffer: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def span_bytes(tensor: torch.Tensor) -> int:
+    """From its first to its last byte."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def view_of(buffer: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The first bytes of a buffer, as a tensor."""
     with torch.inference_mode(False):
         return buffer[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

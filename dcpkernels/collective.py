@@ -59,12 +59,13 @@ class CollectiveBackend:
             first_call_timeout_s=first_call_timeout_s,
             deadline=deadline,
         )
+        self._closed_num_bytes: int | None = None
         try:
             self.gathers = CollectiveGathers(self._streams, module, config, layout)
             self._reduces = [_Reduce(self._streams["a2a_lse_reduce", lane]) for lane in range(config.num_lanes)]
             self._geometry = self._make_geometry()
         except BaseException:
-            self.close(wait=False)
+            self._streams.close()
             raise
 
     def _make_geometry(self) -> Any:
@@ -93,6 +94,8 @@ class CollectiveBackend:
     def num_bytes(self) -> int:
         """Of the buffers of the gathers, of which callers see views; and of those that rows are packed into, of all
         ops: they grow with the largest call, up to max_num_tokens rows or a chunk. gloo's own are not counted."""
+        if self._closed_num_bytes is not None:
+            return self._closed_num_bytes
         return self.gathers.num_bytes + sum(reduce.send.numel() + reduce.receive.numel() for reduce in self._reduces)
 
     def a2a_lse_reduce_plan(self, lane: int, *, num_tokens: int, lse_base: int, **call: Any) -> Callable[..., int]:
@@ -169,6 +172,10 @@ class CollectiveBackend:
     def close(self, *, wait: bool) -> None:
         """Local."""
         self._streams.close()
+        if self._closed_num_bytes is None:
+            self._closed_num_bytes = self.num_bytes
+            self.gathers.close()
+            self._reduces = []
 
 
 class _Reduce:

@@ -88,7 +88,7 @@ class WorkspaceConfig:
             "query_dtype": _check.GATHER_DTYPE_CODES,
             "kv_dtype": _check.GATHER_DTYPE_CODES,
         }.items():
-            if getattr(self, name) not in allowed:
+            if not isinstance(getattr(self, name), torch.dtype) or getattr(self, name) not in allowed:
                 names = ", ".join(_check.name_of(dtype) for dtype in allowed)
                 raise DcpInvalidArgument(f"workspace: {name} must be one of {names} (got {getattr(self, name)})")
         for name in ("timeout_s", "first_call_timeout_s"):

@@ -114,6 +114,7 @@ class Workspace:
                     num_cpus=num_cpus,
                     deadline=deadline,
                     parallel_for=parallel_for,
+                    read_only_views=prepared.read_only_views,
                     **timeouts,
                 )
                 return direct, reason if backend == "direct" else "all ranks share one host's memory"
@@ -302,6 +303,7 @@ class Workspace:
         if status == module.STATUS_NOT_WAITED:
             raise DcpInvalidArgument(f"{op}: the chunk started before on lane {lane} must be waited for first (it was not)")
         if status == module.STATUS_NOT_STARTED:
+            self._closed_impl.check_fault(op)  # a fault ended it
             raise DcpInvalidArgument(f"{op}: the chunk must be the one started last on lane {lane} (it is not, or has been waited for)")
         if status == module.STATUS_CHANNELS_MISSING:
             raise DcpError(f"{op}: parallel_for must have run all {self.config.num_channels} channels when it returns")
@@ -325,6 +327,7 @@ class _Prepared:
     isa: str
     timeout_s: float
     first_call_timeout_s: float
+    read_only_views: bool
     shared: dict[str, Any]  # must be equal on all ranks
 
 
@@ -352,6 +355,7 @@ def _prepare(device: str | torch.device, config: WorkspaceConfig | None, backend
         isa,
         _first_given(env.timeout_s(), config.timeout_s),
         _first_given(env.first_call_timeout_s(), config.first_call_timeout_s),
+        env.read_only_views(),
         {
             "protocol": module.PROTOCOL_VERSION,
             "build": module.BUILD_ID,

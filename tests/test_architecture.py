@@ -39,10 +39,10 @@ PACKAGE_LAYERS = {
     "config": LEAVES | {"env", "_check", "region_layout"},
     "_channels": LEAVES,
     "_gathers": LEAVES | {"config", "_check", "region_layout"},
-    "_direct": LEAVES | {"config", "env", "heap", "_check", "_backend", "_channels", "_faults", "_gathers", "region_layout"},
+    "_direct": LEAVES | {"config", "heap", "_check", "_backend", "_channels", "_faults", "_gathers", "region_layout"},
     "_streams": LEAVES | {"heap.group", "_faults", "region_layout"},
     "_collective_gathers": LEAVES
-    | {"config", "_check", "_faults", "_streams", "region_layout"},
+    | {"config", "_check", "_faults", "_gathers", "_streams", "region_layout"},
     "collective": LEAVES
     | {"config", "heap.group", "_check", "_collective_gathers", "_faults", "_streams", "region_layout"},
     # _self_check uses ops on a workspace; only its method imports it, when it is called.

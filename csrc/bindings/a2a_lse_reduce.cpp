@@ -138,6 +138,9 @@ class A2aLseReducePlan : Call, public Plan {
  private:
   int prepare(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse, uint64_t seq_lens,
               uint64_t query_start_loc) {
+    if (endpoint_.is_reserved({out, out_bytes_}) || endpoint_.is_reserved({out_lse, out_lse_bytes_})) {
+      return kOverlap;
+    }
     const int code =
         place(p_, partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc, all_buffers_);
     return code == 0 && p_.wire == Wire::kPull ? choose_buffer(partial_out) : code;

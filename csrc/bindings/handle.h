@@ -21,6 +21,16 @@ namespace py = pybind11;
 inline constexpr int kOverlap = 100, kNoMemory = 101, kClosed = 102, kStaleBuffer = 103,
                      kChannelsMissing = 104, kNotStarted = 105, kNotWaited = 106;
 
+struct Bytes {
+  uint64_t begin;
+  int64_t size;
+};
+
+inline bool overlap(const Bytes& a, const Bytes& b) {
+  return a.size > 0 && b.size > 0 && a.begin < b.begin + uint64_t(b.size) &&
+         b.begin < a.begin + uint64_t(a.size);
+}
+
 // The two buffers of one lane in pull mode, as the host sees them.
 struct BufferPair {
   int last_used = 0;    // which one peers were to read last; it is the one that may still be in a cache
@@ -32,9 +42,11 @@ struct BufferPair {
 class Endpoint {
  public:
   // `gather_bases`: where the buffers of the gathers lie, of each rank; `multicast` as in SymmView.
+  // `reserved`: (address, bytes) of what the gathers hand out: no call's tensors may lie there.
   Endpoint(int rank, std::vector<uint64_t> bases, std::vector<uint64_t> gather_bases, uint64_t multicast,
-           std::vector<int> socket_fds, const ControlLayout& control, int64_t timeout_ns,
-           int64_t first_timeout_ns, int num_spins, int num_yields, const std::string& isa)
+           const std::vector<std::pair<uint64_t, int64_t>>& reserved, std::vector<int> socket_fds,
+           const ControlLayout& control, int64_t timeout_ns, int64_t first_timeout_ns, int num_spins,
+           int num_yields, const std::string& isa)
       : bases_(std::move(bases)),
         gather_bases_(std::move(gather_bases)),
         socket_fds_(std::move(socket_fds)),
@@ -49,6 +61,7 @@ class Endpoint {
     DCP_CHECK(gather_bases_.size() == bases_.size(), gather_bases_.size());
     symm_ = {bases_.data(), rank, num_ranks};
     gather_buffers_ = {gather_bases_.data(), rank, num_ranks, multicast};
+    for (const auto& [address, num_bytes] : reserved) reserved_.push_back({address, num_bytes});
     buffers_.resize(size_t(control.num_streams));
     wait_ = {timeout_ns, first_timeout_ns, num_spins, num_yields, &Endpoint::poll_host, this};
   }
@@ -57,6 +70,12 @@ class Endpoint {
 
   const SymmView& symm() const { return symm_; }
   const SymmView& gather_buffers() const { return gather_buffers_; }
+  bool is_reserved(const Bytes& bytes) const {
+    for (const Bytes& reserved : reserved_) {
+      if (overlap(bytes, reserved)) return true;
+    }
+    return false;
+  }
   const ControlLayout& control() const { return control_; }
   const WaitPolicy& wait() const { return wait_; }
   const Variant& variant() const { return *variant_; }
@@ -131,6 +150,7 @@ class Endpoint {
   std::vector<int> socket_fds_;
   ControlLayout control_;
   SymmView symm_, gather_buffers_;
+  std::vector<Bytes> reserved_;
   WaitPolicy wait_;
   const Variant* variant_;
   std::vector<BufferPair> buffers_;

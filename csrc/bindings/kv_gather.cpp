@@ -25,6 +25,7 @@ class KvGatherLane : public Plan {
     int64_t block_size, block_stride, row_stride, row_bytes;
     uint64_t source_rows, final_rows;
     int64_t num_source_rows;
+    int64_t cache_bytes;  // from the first row to the last one
   };
   int start(uint64_t cache, const Source& source, int64_t chunk_idx, uint32_t plan_digest) {
     return run([&] { return prepare_start(cache, source, chunk_idx, plan_digest); });
@@ -58,6 +59,7 @@ class KvGatherLane : public Plan {
   int prepare_start(uint64_t cache, const Source& source, int64_t chunk_idx, uint32_t plan_digest) {
     if (is_started_) return kNotWaited;
     if (source.num_source_rows > 0 && cache == 0) return kNoMemory;
+    if (endpoint_.is_reserved({cache, source.cache_bytes})) return kOverlap;
     p_.cache = reinterpret_cast<const void*>(cache);
     p_.block_size = source.block_size;
     p_.block_stride = source.block_stride;
@@ -76,9 +78,7 @@ class KvGatherLane : public Plan {
     const uint64_t call = DCP_NS::chunk_descriptor(lane_, p_.buffer_idx, chunk_idx, plan_digest);
     if (!is_started_ || call != p_.call) return kNotStarted;
     const int64_t out_bytes = span_bytes(num_rows, out_stride, 1, 0, 2 * p_.row_bytes, 1);
-    const Bytes buffers = {p_.buffers.bases[p_.buffers.rank] + p_.buffer_offset,
-                           int64_t(2 * p_.buffer_bytes)};
-    if (out != 0 && overlap({out, out_bytes}, buffers)) return kOverlap;
+    if (out != 0 && endpoint_.is_reserved({out, out_bytes})) return kOverlap;
     p_.out = reinterpret_cast<void*>(out);
     p_.out_stride = out_stride;
     p_.num_rows = num_rows;
@@ -109,9 +109,10 @@ class KvGatherLane : public Plan {
 void bind_kv_gather(py::module_& module) {
   using Lane = KvGatherLane;
   py::class_<Lane::Source>(module, "KvGatherSource")
-      .def(py::init<int64_t, int64_t, int64_t, int64_t, uint64_t, uint64_t, int64_t>(), py::kw_only(),
-           py::arg("block_size"), py::arg("block_stride"), py::arg("row_stride"), py::arg("row_bytes"),
-           py::arg("source_rows"), py::arg("final_rows"), py::arg("num_source_rows"));
+      .def(py::init<int64_t, int64_t, int64_t, int64_t, uint64_t, uint64_t, int64_t, int64_t>(),
+           py::kw_only(), py::arg("block_size"), py::arg("block_stride"), py::arg("row_stride"),
+           py::arg("row_bytes"), py::arg("source_rows"), py::arg("final_rows"), py::arg("num_source_rows"),
+           py::arg("cache_bytes"));
   py::class_<Lane> lane(module, "KvGatherLane");
   lane.def(py::init<Endpoint&, int, int, uint64_t, uint64_t>(), py::keep_alive<1, 2>(), py::kw_only(),
            py::arg("endpoint"), py::arg("lane"), py::arg("stream_idx"), py::arg("buffer_offset"),

@@ -83,13 +83,20 @@ PYBIND11_MODULE(_C_cpu, module) {
            py::arg("num_rows"));
 
   py::class_<Endpoint>(module, "Endpoint")
-      .def(py::init<int, std::vector<uint64_t>, std::vector<uint64_t>, uint64_t, std::vector<int>,
-                    const ControlLayout&, int64_t, int64_t, int, int, const std::string&>(),
+      .def(py::init<int, std::vector<uint64_t>, std::vector<uint64_t>, uint64_t,
+                    const std::vector<std::pair<uint64_t, int64_t>>&, std::vector<int>, const ControlLayout&,
+                    int64_t, int64_t, int, int, const std::string&>(),
            py::kw_only(), py::arg("rank"), py::arg("bases"), py::arg("gather_bases"), py::arg("multicast"),
-           py::arg("socket_fds"), py::arg("control"), py::arg("timeout_ns"), py::arg("first_timeout_ns"),
-           py::arg("num_spins"), py::arg("num_yields"), py::arg("isa"))
+           py::arg("reserved"), py::arg("socket_fds"), py::arg("control"), py::arg("timeout_ns"),
+           py::arg("first_timeout_ns"), py::arg("num_spins"), py::arg("num_yields"), py::arg("isa"))
       .def_property_readonly("isa", [](const Endpoint& endpoint) { return endpoint.variant().name; })
       .def("is_poisoned", &Endpoint::is_poisoned)
+      .def(
+          "is_reserved",
+          [](const Endpoint& endpoint, uint64_t address, int64_t num_bytes) {
+            return endpoint.is_reserved({address, num_bytes});
+          },
+          py::arg("address"), py::arg("num_bytes"))
       .def("fault", &fault_dict)
       .def("close", &Endpoint::close)
       .def("hand_out_buffer", &Endpoint::hand_out_buffer, py::arg("stream_idx"))
@@ -108,6 +115,7 @@ PYBIND11_MODULE(_C_cpu, module) {
         return DCP_NS::query_descriptor(lane, DType(dtype), has_out, num_tokens);
       },
       py::kw_only(), py::arg("lane"), py::arg("dtype"), py::arg("has_out"), py::arg("num_tokens"));
+  module.def("release_descriptor", &DCP_NS::release_descriptor, py::kw_only(), py::arg("lane"));
   module.def("chunk_descriptor", &DCP_NS::chunk_descriptor, py::kw_only(), py::arg("lane"),
              py::arg("buffer_idx"), py::arg("chunk_idx"), py::arg("plan_digest"));
   module.def("init_region", &DCP_NS::init_region, py::arg("base"), py::arg("control"), py::arg("num_ranks"),

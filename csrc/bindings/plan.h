@@ -6,16 +6,6 @@
 
 namespace dcp {
 
-struct Bytes {
-  uint64_t begin;
-  int64_t size;
-};
-
-inline bool overlap(const Bytes& a, const Bytes& b) {
-  return a.size > 0 && b.size > 0 && a.begin < b.begin + uint64_t(b.size) &&
-         b.begin < a.begin + uint64_t(a.size);
-}
-
 // Bytes from a strided tensor's first element to its last one.
 inline int64_t span_bytes(int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride,
                           int64_t dim, int64_t size) {

@@ -12,6 +12,7 @@ namespace dcp {
 namespace {
 
 constexpr int64_t kUnitBytes = 16;  // of core/broadcast.h
+constexpr uint64_t kNoAddress = 1;  // of an `out` without memory: null would mean that there is none
 
 // Of one part: strides of token and head, bytes of a head, offset in the gathered head; all in bytes.
 using PartShape = std::array<int64_t, 4>;
@@ -58,7 +59,6 @@ class QueryGatherPlan : public Plan {
     p_.buffers = endpoint.gather_buffers();
     p_.control = endpoint.control();
     p_.wait = endpoint.wait();
-    buffer_ = {p_.buffers.bases[p_.buffers.rank] + buffer_offset, int64_t(buffer_bytes)};
   }
 
   // `scale`: address of an fp32 number, or 0: then it is `scale_value`.
@@ -77,22 +77,22 @@ class QueryGatherPlan : public Plan {
   int prepare(const Addresses& parts, uint64_t out, uint64_t scale, float scale_value) {
     const Bytes output = {out, out_bytes_};
     if (output.size > 0 && out == 0) return kNoMemory;
-    if (overlap(output, buffer_)) return kOverlap;
+    if (endpoint_.is_reserved(output)) return kOverlap;
     for (int i = 0; i < p_.num_parts; ++i) {
       const Bytes part = {parts[size_t(i)], part_bytes_[i]};
       if (part.size > 0 && part.begin == 0) return kNoMemory;
-      if (overlap(part, output) || overlap(part, buffer_)) return kOverlap;
+      if (overlap(part, output) || endpoint_.is_reserved(part)) return kOverlap;
       p_.parts[i].data = reinterpret_cast<const void*>(part.begin);
     }
     // An `out` without rows has no memory, and is wanted all the same: it decides how many rounds there are.
-    p_.out = has_out_ ? reinterpret_cast<void*>(out != 0 ? out : kUnitBytes) : nullptr;
+    p_.out = has_out_ ? reinterpret_cast<void*>(out != 0 ? out : kNoAddress) : nullptr;
     scale_value_ = scale_value;
     p_.scale = scale != 0 ? reinterpret_cast<const float*>(scale) : &scale_value_;
     return 0;
   }
   Status launch(const Launch& channels) override { return fns_.run(p_, channels); }
   uint64_t call() const override {
-    if (p_.releases) return DCP_NS::pack_call(Op::kReleaseQuery, p_.lane, 0, 0, 0);
+    if (p_.releases) return DCP_NS::release_descriptor(p_.lane);
     return DCP_NS::query_descriptor(p_.lane, p_.dtype, has_out_, p_.num_tokens);
   }
 
@@ -101,7 +101,6 @@ class QueryGatherPlan : public Plan {
   const bool has_out_;
   int64_t part_bytes_[kMaxQueryParts] = {};
   int64_t out_bytes_ = 0;
-  Bytes buffer_ = {0, 0};
   float scale_value_ = 1.0f;
 };
 

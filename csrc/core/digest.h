@@ -19,6 +19,7 @@ DCP_FN uint64_t call_descriptor(Op op, int lane, DType dtype, LseBase base, int6
 DCP_FN uint64_t query_descriptor(int lane, DType dtype, bool has_out, int64_t num_tokens) {
   return pack_call(Op::kQueryGather, lane, uint32_t(dtype), uint32_t(has_out), uint64_t(num_tokens));
 }
+DCP_FN uint64_t release_descriptor(int lane) { return pack_call(Op::kReleaseQuery, lane, 0, 0, 0); }
 // kv_gather: the buffer, the chunk, and a digest of the plan and the width of a row.
 DCP_FN uint64_t chunk_descriptor(int lane, int buffer_idx, int64_t chunk_idx, uint32_t plan_digest) {
   return pack_call(Op::kKvGather, lane, uint32_t(buffer_idx), uint32_t(chunk_idx), plan_digest);

@@ -19,7 +19,7 @@ struct Round {
 };
 
 DCP_FN uint64_t call_of(const Params& p) {
-  if (p.releases) return pack_call(Op::kReleaseQuery, p.lane, 0, 0, 0);
+  if (p.releases) return release_descriptor(p.lane);
   return query_descriptor(p.lane, p.dtype, p.out != nullptr, p.num_tokens);
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -103,19 +104,24 @@ def kv_gather_wait(
     _check.has_part(WAIT_OP, workspace.config.kv_chunk_rows > 0, "kv_chunk_rows")
     _check.lane(WAIT_OP, lane, workspace.config.num_lanes)
     chunk = workspace._started_chunks.get(lane)
-    if chunk is None or chunk.plan is not plan or chunk.index != chunk_idx:
-        given = "none was started" if chunk is None else f"chunk {chunk.index} was started; asked for {chunk_idx!r}"
+    if chunk is None or chunk.plan is not plan or _index(plan, chunk_idx) != chunk.index:
+        workspace._open_impl(WAIT_OP).check_fault(WAIT_OP)  # a fault ended what was started
+        given = "none was started"
+        if chunk is not None:
+            asked = f"{chunk_idx!r}" if chunk.plan is plan else f"{chunk_idx!r} of another plan"
+            given = f"chunk {chunk.index} was started; asked for {asked}"
         _check.fail(WAIT_OP, "plan and chunk_idx must be those of the chunk started last on the lane", given)
-    plan.num_rows(chunk_idx)  # refuses what equals the index and is no integer
     _check_output(WAIT_OP, chunk, workspace, scale, out)
     return _wait(WAIT_OP, chunk, workspace, scale, out, lane)
 
 
 def _start(op: str, chunk: Chunk, kv_cache: torch.Tensor, workspace: Any, lane: int) -> None:
+    # Before the call: an interrupt may come between its end and the next line.
+    before, workspace._started_chunks[lane] = workspace._started_chunks.get(lane), chunk
     status = workspace._open_impl(op).gathers.kv_start(lane, kv_cache, chunk)
     if status != 0:
+        workspace._started_chunks[lane] = before
         workspace._raise_status(op, status, lane)
-    workspace._started_chunks[lane] = chunk
 
 
 def _wait(op: str, chunk: Chunk, workspace: Any, scale: Any, out: Any, lane: int) -> torch.Tensor:
@@ -133,9 +139,9 @@ def _checked(op: str, kv_cache: Any, plan: Any, chunk_idx: Any, workspace: Any, 
     """The chunk, checked. Those of the plan that a lane used last are remembered: a step gathers the same ones from the
     cache of every layer."""
     try:
-        key = (chunk_idx, type(chunk_idx), type(lane), _check.signature(kv_cache))
+        key = (chunk_idx, type(chunk_idx), type(lane), _check.signature(kv_cache)) if type(chunk_idx) is int else None
         known_plan, known = workspace._chunks.get(lane, (None, {}))
-        chunk = known.get(key) if known_plan is plan else None
+        chunk = known.get(key) if known_plan is plan and key is not None else None
     except (AttributeError, TypeError):
         key = chunk = None
     if chunk is None:
@@ -143,7 +149,8 @@ def _checked(op: str, kv_cache: Any, plan: Any, chunk_idx: Any, workspace: Any, 
         if known_plan is not plan:
             known = {}
             workspace._chunks[lane] = (plan, known)
-        known[key] = chunk
+        if key is not None:
+            known[key] = chunk
     return chunk
 
 
@@ -172,10 +179,16 @@ def _check_chunk(op: str, kv_cache: Any, plan: Any, chunk_idx: Any, workspace: A
     if plan.max_source_row >= kv_cache.shape[0] * plan.block_size:
         rule = f"block_tables of the plan must stay below num_blocks={kv_cache.shape[0]}"
         _check.fail(op, rule, plan.max_source_row // plan.block_size)
-    num_rows = plan.num_rows(chunk_idx)  # raises for a wrong index
-    what_rows = f"{chunk_idx} {row_bytes} {_check.GATHER_DTYPE_CODES[kv_cache.dtype]}"
+    index = _index(plan, chunk_idx)
+    what_rows = f"{index} {row_bytes} {_check.GATHER_DTYPE_CODES[kv_cache.dtype]}"
     digest = zlib.crc32(what_rows.encode(), plan.digest)
-    return Chunk(plan, chunk_idx, (num_rows, kv_cache.shape[2]), kv_cache.dtype, digest)
+    return Chunk(plan, index, (plan.num_rows(index), kv_cache.shape[2]), kv_cache.dtype, digest)
+
+
+def _index(plan: KVGatherPlan, chunk_idx: Any) -> int:
+    """As a plain int. Raises what the plan raises for one that is none, or out of range."""
+    plan.num_rows(chunk_idx)
+    return operator.index(chunk_idx)
 
 
 def _check_output(op: str, chunk: Chunk, workspace: Any, scale: Any, out: Any) -> None:
@@ -186,9 +199,14 @@ def _check_output(op: str, chunk: Chunk, workspace: Any, scale: Any, out: Any) -
     if chunk.dtype is not torch.float8_e4m3fn:
         _check.fail(op, "kv_cache must be float8_e4m3fn where scale is given", _check.name_of(chunk.dtype))
     _check.scale(op, scale, workspace.device)
+    if isinstance(scale, torch.Tensor):
+        _check.has_memory(op, "scale", scale)
     if out is not None:
         _check.tensor(op, "out", out, device=workspace.device)
         _check.shape(op, "out", out, "[rows, dim]", chunk.shape)
         _check.dtype(op, "out", out, (torch.bfloat16,))
         _check.last_stride(op, "out", out)
         _check.writable(op, "out", out)
+        _check.has_memory(op, "out", out)
+        if workspace._open_impl(op).gathers.is_reserved(out):
+            workspace._raise_status(op, workspace._module.STATUS_OVERLAP, 0)

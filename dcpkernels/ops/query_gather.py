@@ -75,6 +75,8 @@ def query_gather(
         workspace._keep_plan(key, plan)
     if scale is not None and not isinstance(scale, torch.Tensor):
         _check.scale(OP, scale, workspace.device)
+    elif scale is not None:
+        _check.has_memory(OP, "scale", scale)
     status = plan(parts, out, scale)
     if status != 0:
         workspace._raise_status(OP, status, lane)
