@@ -196,11 +196,12 @@ class BuildTargets(build_ext):
     user_options = [
         *build_ext.user_options,
         ("cxxflags=", None, "more flags for compiler and linker, for test builds"),
+        ("variants=", None, "build these variants only, a,b,..., for test builds"),
     ]
 
     def initialize_options(self) -> None:
         super().initialize_options()
-        self.cxxflags = ""
+        self.cxxflags = self.variants = ""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -253,16 +254,18 @@ class BuildTargets(build_ext):
         strict = ["-Werror"] if os.environ.get("DCPKERNELS_WERROR") == "1" else []
         common = [*COMMON_FLAGS, "-Icsrc", f"-DDCP_TARGET_{target.name.upper()}", *strict]
         folder = Path(self.build_temp, target.name)
+        asked = self.variants.split(",") if self.variants else [variant.name for variant in target.variants]
+        variants = [variant for variant in target.variants if variant.name in asked]
 
         steps = []
         for source in target.sources(target.ops):
-            for variant in target.variants:
+            for variant in variants:
                 flags = [*common, *target.flags, *variant.flags, f"-DDCP_NS={variant.name}", *more]
                 output = folder / variant.name / (Path(source).name + ".o")
                 command = [*compiler.command, *flags, "-c", source]
                 steps.append(Step(f"compile {source} [{variant.name}]", command, output, compiler))
 
-        have = [f"-DDCP_HAVE_{variant.name.upper()}" for variant in target.variants]
+        have = [f"-DDCP_HAVE_{variant.name.upper()}" for variant in variants]
         identity = f'-DDCP_BUILD_ID="{build_id(target, more)}"'
         for source in target.sources(target.bindings):
             flags = [*common, *HOST_FLAGS, "-DDCP_NS=host", *have, *more]

@@ -67,7 +67,7 @@ def stub_module(tmp_path_factory) -> Path:
     """The CPU module with its kernel left out, built into a folder of this test's own."""
     folder = tmp_path_factory.mktemp("stub")
     command = [sys.executable, "setup.py", "-q", "build_ext", "--define", "DCP_STUB_KERNEL"]
-    command += ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "temp")]
+    command += ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "temp"), "--variants", "baseline"]
     environment = os.environ | {"DCPKERNELS_TARGETS": "cpu"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,6 +11,7 @@ from tests.core.test_core import (
     CSRC,
     HERE,
     MUTATIONS,
+    NUMBERS_WRONG,
     RACE,
     RUNNABLE,
     build_race_programs,
@@ -64,6 +65,8 @@ def test_no_race(
 def test_a_planted_fault_is_reported(race_programs: dict[int, Path], mutation: str, threads: int, buffers: str) -> None:
     """The proof that the test above can fail."""
     done = run_race(race_programs[threads], 3, 1, 100, 1, buffers, mutation)
+    if mutation == "no credits" and done.returncode == NUMBERS_WRONG:
+        return  # a reader has seen the bytes of the next chunk, and ended the program before the race was written down
     assert done.returncode == RACE and "data race" in done.stderr, (done.returncode, done.stderr[:2000])
 
 
