@@ -28,7 +28,7 @@ def rows_of(args: list[str], folder: Path) -> list[dict[str, Any]]:
     assert main([*args, "--json", str(out)]) == 0
     rows = json.loads(out.read_text())
     for row in rows:
-        assert row["op"] == args[1] and row["device"] == "cpu" and row["isa"] in ("v4", "v3", "baseline")
+        assert row["op"] == args[1] and row["device"] == "cpu" and row["isa"] in ("v4_bf16", "v4", "v3", "baseline")
         assert 0 < row["median_us"] <= row["p99_us"] and 0 < row["floor_us"] and row["wrong_bytes"] == 0
         assert row["pct_of_floor"] == pytest.approx(100 * row["floor_us"] / row["median_us"], abs=0.2)
         for entry in row["baselines"].values():
