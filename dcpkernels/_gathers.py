@@ -25,14 +25,11 @@ class QueryPlan:
 
     def __call__(self, parts: tuple[torch.Tensor, ...], out: torch.Tensor | None, scale: Any) -> int:
         addresses = [part.data_ptr() for part in parts]
-        addresses += [0] * (_MAX_PARTS - len(parts))
+        addresses += [0] * (_check.MAX_QUERY_PARTS - len(parts))
         out_address = 0 if out is None else out.data_ptr()
         if isinstance(scale, torch.Tensor):
             return self._run(addresses, out_address, scale.data_ptr(), 1.0)
         return self._run(addresses, out_address, 0, 1.0 if scale is None else scale)
-
-
-_MAX_PARTS = _check.MAX_QUERY_PARTS
 
 
 class DirectGathers:
@@ -110,7 +107,7 @@ class DirectGathers:
             out=None,
             releases=True,
         )
-        return lambda: run([0] * _MAX_PARTS, 0, 0, 1.0)
+        return lambda: run([0] * _check.MAX_QUERY_PARTS, 0, 0, 1.0)
 
     def _query_calls(self, lane: int, **call: Any) -> Callable[..., int]:
         layout = self._layout
