@@ -1,0 +1,171 @@
+"""The paged latent cache of one MLA layer, and who writes and reads which row of it in a decode step.
+
+Tokens of a request are dealt out to the ranks of the DCP group as dcpkernels.layout says; a rank's tokens of a request
+lie in its blocks in order of position. So the keys that a query at position p may see are, on every rank, the *first*
+local_length(p + 1) of them: a causal mask is one number a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dcpkernels import layout
+from dcpkernels.errors import DcpInvalidArgument
+
+PADDING = -1  # a slot or a position that is none
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """What one decode step is about, on one rank: T rows of S requests, each with one or several query tokens (the next
+    token and drafts to verify), then padding rows. int32 unless stated.
+
+    Args:
+        query_start_loc: [S + 1]; rows query_start_loc[s] .. query_start_loc[s + 1] - 1 are request s's, in order of
+            position. Rows from query_start_loc[S] on are padding.
+        positions: int64 [T], of each row in its request; -1 for padding. The same on all ranks.
+        slot_mapping: int64 [T], where the row goes in this rank's cache (block * block_size + offset); -1 where another
+            rank owns it, and for padding.
+        local_lens: [T], how many of this rank's tokens of the request the row may see, itself included; 0 for padding.
+        block_tables: [S, max_blocks], blocks of each request in this rank's caches, the same on all ranks. Entries past
+            a request's last block are undefined.
+        state_slots: int64 [S], the place of each request in what is kept per request (KDA).
+    """
+
+    query_start_loc: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    local_lens: torch.Tensor
+    block_tables: torch.Tensor
+    state_slots: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.positions)
+
+
+class LatentCache:
+    """Rows [normalised KV latent | shared key part] of one MLA layer on one rank: `blocks` is [num_blocks, block_size,
+    latent_dim]."""
+
+    def __init__(self, num_blocks: int, block_size: int, latent_dim: int, dtype: torch.dtype) -> None:
+        # NaN, so that a read of a row that was never written does not go unseen.
+        self.blocks = torch.full((num_blocks, block_size, latent_dim), float("nan"), dtype=dtype)
+
+    def append(self, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Writes rows [T, latent_dim] to the slots int64 [T]; -1: not this rank's."""
+        mine = slot_mapping >= 0
+        self.blocks.view(-1, self.blocks.shape[-1])[slot_mapping[mine]] = rows[mine].to(self.blocks.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.blocks.nbytes
+
+
+@dataclass
+class _Request:
+    length: int = 0  # tokens of it in the cache, on all ranks together
+    blocks: list[int] = field(default_factory=list)
+
+
+class RequestTable:
+    """The requests of an engine on one rank: their lengths, their blocks, and the batches made of them. Every rank of
+    the DCP group makes the same calls and hands out the same blocks.
+
+    Args:
+        num_blocks, block_size: of each LatentCache that is used with the batches.
+        max_requests: state slots.
+        num_ranks, rank: of the DCP group, and of this process in it.
+        interleave: consecutive positions on one rank.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, max_requests: int, *, num_ranks: int = 1, rank: int = 0, interleave: int = 1
+    ) -> None:
+        layout.local_length(0, num_ranks, rank, interleave)  # checks the three
+        self.block_size, self.num_ranks, self.rank, self.interleave = block_size, num_ranks, rank, interleave
+        self._free_blocks = list(range(num_blocks - 1, -1, -1))
+        self._free_slots = list(range(max_requests - 1, -1, -1))
+        self._requests: dict[int, _Request] = {}
+
+    def add(self) -> int:
+        """A new, empty request: its state slot, which names it from now on."""
+        if not self._free_slots:
+            raise DcpInvalidArgument(f"kimi_k3: requests must be at most max_requests (got {len(self._requests) + 1})")
+        slot = self._free_slots.pop()
+        self._requests[slot] = _Request()
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """Ends a request and frees its blocks."""
+        self._free_blocks.extend(reversed(self._requests.pop(slot).blocks))
+        self._free_slots.append(slot)
+
+    def length(self, slot: int) -> int:
+        """Tokens of the request so far."""
+        return self._requests[slot].length
+
+    def rewind(self, slot: int, num_tokens: int) -> None:
+        """Forgets the last `num_tokens` of a request, as when drafts are rejected. Blocks are kept: later tokens
+        overwrite."""
+        request = self._requests[slot]
+        if not 0 <= num_tokens <= request.length:
+            raise DcpInvalidArgument(f"kimi_k3: rewind must be within the request's {request.length} tokens (got {num_tokens})")
+        request.length -= num_tokens
+
+    def extend(self, slots: Sequence[int], num_tokens: Sequence[int], *, num_rows: int | None = None) -> DecodeBatch:
+        """The batch that adds num_tokens[s] >= 1 tokens to request slots[s], and queries with each of them.
+
+        num_rows: pads to so many rows. Raises DcpInvalidArgument when blocks run out (nothing is changed), or for
+        counts that do not fit.
+        """
+        total = sum(num_tokens)
+        num_rows = total if num_rows is None else num_rows
+        if len(slots) != len(num_tokens) or min(num_tokens, default=1) < 1 or len(set(slots)) != len(slots):
+            raise DcpInvalidArgument("kimi_k3: each request must come once and with at least one token "
+                                     f"(got slots {list(slots)}, tokens {list(num_tokens)})")  # fmt: skip
+        if num_rows < total:
+            raise DcpInvalidArgument(f"kimi_k3: num_rows must be at least the {total} tokens (got {num_rows})")
+        requests = [self._requests[slot] for slot in slots]
+        self._grow(requests, num_tokens)
+
+        positions = torch.full((num_rows,), PADDING, dtype=torch.int64)
+        slot_mapping = torch.full((num_rows,), PADDING, dtype=torch.int64)
+        local_lens = torch.zeros(num_rows, dtype=torch.int32)
+        starts, row = [0], 0
+        sharding = (self.num_ranks, self.interleave)
+        for request, count in zip(requests, num_tokens, strict=True):
+            for p in range(request.length, request.length + count):
+                positions[row] = p
+                local_lens[row] = layout.local_length(p + 1, self.num_ranks, self.rank, self.interleave)
+                if layout.owner(p, *sharding) == self.rank:
+                    block, offset = divmod(layout.local_slot(p, *sharding), self.block_size)
+                    slot_mapping[row] = request.blocks[block] * self.block_size + offset
+                row += 1
+            request.length += count
+            starts.append(row)
+        tables = torch.full((len(slots), max((len(r.blocks) for r in requests), default=0)), PADDING, dtype=torch.int32)
+        for s, request in enumerate(requests):
+            tables[s, : len(request.blocks)] = torch.tensor(request.blocks, dtype=torch.int32)
+        return DecodeBatch(
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            positions=positions,
+            slot_mapping=slot_mapping,
+            local_lens=local_lens,
+            block_tables=tables,
+            state_slots=torch.tensor(slots, dtype=torch.int64),
+        )
+
+    def _grow(self, requests: Sequence[_Request], num_tokens: Sequence[int]) -> None:
+        # Rank 0 has most of every request, so that its need is enough for all, and all hand out the same blocks.
+        needs = [
+            max(0, -(-layout.local_length(r.length + n, self.num_ranks, 0, self.interleave) // self.block_size) - len(r.blocks))
+            for r, n in zip(requests, num_tokens, strict=True)
+        ]
+        if sum(needs) > len(self._free_blocks):
+            raise DcpInvalidArgument(f"kimi_k3: blocks must be enough for the batch (need {sum(needs)} more, {len(self._free_blocks)} are free)")
+        for request, need in zip(requests, needs, strict=True):
+            request.blocks.extend(self._free_blocks.pop() for _ in range(need))
