@@ -8,7 +8,7 @@ local_length(p + 1) of them: a causal mask is one number a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -46,14 +46,20 @@ class DecodeBatch:
     def num_rows(self) -> int:
         return len(self.positions)
 
+    def to(self, device: torch.device | str) -> DecodeBatch:
+        """The same batch with its tensors on `device`."""
+        return DecodeBatch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
 
 class LatentCache:
     """Rows [normalised KV latent | shared key part] of one MLA layer on one rank: `blocks` is [num_blocks, block_size,
     latent_dim]."""
 
-    def __init__(self, num_blocks: int, block_size: int, latent_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, latent_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
         # NaN, so that a read of a row that was never written does not go unseen.
-        self.blocks = torch.full((num_blocks, block_size, latent_dim), float("nan"), dtype=dtype)
+        self.blocks = torch.full((num_blocks, block_size, latent_dim), float("nan"), dtype=dtype, device=device)
 
     def append(self, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Writes rows [T, latent_dim] to the slots int64 [T]; -1: not this rank's."""
