@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -13,157 +12,14 @@ import pytest
 import torch
 
 from dcpkernels import __version__, _backend
-from dcpkernels.cli import DEFAULT_PNG, bench, context, demo, floor, main, measure, table
-from dcpkernels.cli.attention import attend_to_all, attend_to_shard
+from dcpkernels.cli import bench, demo, floor, main, measure, table
 from dcpkernels.cli.bench_a2a_lse_reduce import A2aLseReduce
-from dcpkernels.cli.demo_check import check
-from dcpkernels.cli.demo_rank import OURS, RankResult
 from dcpkernels.errors import DcpError
 from dcpkernels.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
-TINY = demo.DemoOptions(num_ranks=2, context=300, batch=3, iters=3)
 TINY_ARGS = ["--ranks", "2", "--context", "300", "--batch", "3", "--iters", "3"]
 TINY_BENCH = ["bench", "a2a_lse_reduce", "--heads", "4", "--head-dim", "64", "--iters", "5", "--warmup", "1"]
-
-
-# -- demo: the whole
-
-
-@pytest.fixture(scope="module")
-def outcome() -> demo.Outcome:
-    return demo.perform(TINY)
-
-
-def test_demo_passes_and_says_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, png = tmp_path / "demo.json", tmp_path / "demo.png"
-    assert main(["demo", *TINY_ARGS, "--json", str(out), "--png", str(png)]) == 0
-    printed, progress = capsys.readouterr()
-    assert progress.splitlines() == [
-        "local attention of all ranks, tokens: 318 of 318",
-        "merges, ours and gloo in turns, calls: 16 of 16",
-        "attention over the unsharded cache, rows: 3 of 3",
-    ]
-    assert (
-        "PASS: 2 ranks merged 3 decode rows" in printed and "error / tolerance" in printed and f"wrote {png}" in printed
-    )
-    assert png.read_bytes().startswith(b"\x89PNG")
-
-    report = json.loads(out.read_text())
-    assert report["passed"] is True and report["op"] == "a2a_lse_reduce" and report["isa"] in printed
-    assert report["sequence_lengths"] == [300, 17, 1]
-    assert [rank["local_tokens"] for rank in report["ranks"]] == [150 + 9 + 1, 150 + 8]
-    assert [rank["empty_rows"] for rank in report["ranks"]] == [0, 1]
-    assert report["kv_bytes_unsharded"] == sum(rank["kv_bytes"] for rank in report["ranks"]) == 318 * 576 * 2
-    for error in ("error_over_tolerance", "merge_err_over_bound"):
-        assert 0 < report[error] == max(rank[error] for rank in report["ranks"]) <= 1
-    assert 0 < report["gloo_error_over_tolerance"] <= 1 and len(report["row_error_over_tolerance"]) == 3
-    merge = report["merge"]
-    assert 0 < merge["median_us"] <= merge["p99_us"] and 0 < merge["baselines"]["gloo"]["median_us"]
-    assert merge["speedup"] == merge["baselines"]["gloo"]["median_us"] / merge["median_us"]
-    assert report["machine"]["torch"] == torch.__version__ and report["machine"]["cpus"] >= 1
-
-
-def test_demo_fails_when_the_base_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = demo.DemoOptions(num_ranks=2, context=300, batch=3, iters=1, lse_base="2")
-    out, png = tmp_path / "demo.json", tmp_path / "demo.png"
-    assert demo.run(wrong, json_path=out, png_path=png) == 1
-    assert "FAIL" in capsys.readouterr().out and png.exists()
-    report = json.loads(out.read_text())
-    assert report["passed"] is False and report["error_over_tolerance"] > 10 and report["merge_err_over_bound"] > 10
-    assert report["gloo_error_over_tolerance"] <= 1
-
-
-@pytest.mark.parametrize(("interleave", "local_tokens"), [(16, [156 + 16 + 1, 144 + 1]), (400, [318, 0])])
-def test_demo_with_interleaved_runs_of_tokens(interleave: int, local_tokens: list[int]) -> None:
-    report = demo.perform(demo.DemoOptions(num_ranks=2, context=300, batch=3, iters=1, interleave=interleave)).report
-    assert report["passed"] and [rank["local_tokens"] for rank in report["ranks"]] == local_tokens
-
-
-def test_demo_without_matplotlib(
-    outcome: demo.Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(demo, "perform", lambda options: outcome)
-    monkeypatch.chdir(tmp_path)
-    assert main(["demo", *TINY_ARGS]) == 0
-    assert "no chart: matplotlib is not installed" in capsys.readouterr().out and not (tmp_path / DEFAULT_PNG).exists()
-    assert main(["demo", *TINY_ARGS, "--png", "x.png"]) == 2
-    assert "matplotlib must be installed" in capsys.readouterr().err
-
-
-# -- demo: its check
-
-
-@pytest.fixture(scope="module")
-def ranks() -> tuple[list[RankResult], list[int]]:
-    lengths = context.sequence_lengths(TINY.context, TINY.batch, TINY.num_ranks)
-    return demo._run_ranks(TINY, lengths), lengths
-
-
-def test_check_finds_one_wrong_element(ranks: tuple[list[RankResult], list[int]]) -> None:
-    results, lengths = ranks
-    assert check(results, lengths, TINY.seed).passed
-    out = results[1].outs[OURS]
-    row = out[1].flatten()
-    largest = row.abs().argmax()
-    right = row[largest].clone()
-    for wrong in (right * 1.05, torch.tensor(math.nan)):
-        row[largest] = wrong
-        verdict = check(results, lengths, TINY.seed)
-        assert not verdict.passed
-        assert verdict.error_over_tolerance[0] <= 1 < verdict.error_over_tolerance[1]
-        assert verdict.merge_err_over_bound[0] <= 1 < verdict.merge_err_over_bound[1]
-        assert [error > 1 for error in verdict.row_error_over_tolerance] == [False, True, False]
-    row[largest] = right
-
-
-def test_check_does_not_take_the_partial_results_for_granted(ranks: tuple[list[RankResult], list[int]]) -> None:
-    """The truth is made from the input: another input is another truth, though the merge of the parts is right."""
-    results, lengths = ranks
-    verdict = check(results, lengths, TINY.seed + 1)
-    assert not verdict.passed and max(verdict.merge_err_over_bound) <= 1 < min(verdict.error_over_tolerance)
-
-
-# -- demo: its input and its attention
-
-
-def test_a_latent_row_depends_on_seed_sequence_and_position_alone() -> None:
-    everything = context.latent_rows(torch.arange(1000), 3, 5)
-    mine = torch.arange(7, 1000, 13)
-    assert torch.equal(context.latent_rows(mine, 3, 5), everything[mine])
-    for other in (context.latent_rows(torch.arange(1000), 4, 5), context.latent_rows(torch.arange(1000), 3, 6)):
-        assert abs((everything.double() * other.double()).mean()) < 0.01
-    assert abs(everything.double().mean()) < 0.01 and abs(everything.double().var() - 1) < 0.01
-    correlation = torch.corrcoef(everything.double())
-    assert (correlation - torch.eye(1000)).abs().max() < 0.3  # 7 sigma of 576 independent columns
-
-
-def test_sequence_lengths_end_below_the_number_of_ranks() -> None:
-    assert context.sequence_lengths(120_000, 8, 8) == [120_000, 28_408, 6_725, 1_592, 377, 89, 21, 5]
-    assert context.sequence_lengths(50, 1, 8) == [50]
-    assert context.sequence_lengths(3, 3, 8) == [3, 3, 3] and context.sequence_lengths(9, 2, 1) == [9, 1]
-    for num_ranks in (2, 3, 12):
-        assert 1 <= context.sequence_lengths(1000, 5, num_ranks)[-1] < num_ranks
-
-
-def test_both_attentions_are_attention() -> None:
-    query = context.queries(1, 0)[0]
-    cache = context.latent_rows(torch.arange(5000), 0, 0)  # more than one chunk
-    scores = query.double() @ cache.double().T * context.SOFTMAX_SCALE
-    exact = torch.softmax(scores, 1) @ cache[:, :512].double()
-
-    out, size = attend_to_all(query, cache)
-    assert (out - exact).abs().max() < 1e-5
-    assert (size - torch.softmax(scores, 1) @ cache[:, :512].double().abs()).abs().max() < 1e-5
-    shard_out, lse, seen = torch.empty(96, 512, dtype=torch.bfloat16), torch.empty(96), []
-    attend_to_shard(query, cache, shard_out, lse, seen.append)
-    assert ((shard_out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all() and sum(seen) == 5000
-    assert (lse - torch.logsumexp(scores, 1)).abs().max() < 1e-4
-
-    untouched = torch.full((96, 512), math.nan, dtype=torch.bfloat16)
-    attend_to_shard(query, cache[:0], untouched, lse)
-    assert untouched.isnan().all()
 
 
 # -- bench
@@ -320,7 +176,7 @@ def test_failing_ranks_end_the_command_with_their_tracebacks(
     monkeypatch.setattr(demo, "run_rank", _raise)
     assert main(["demo", *TINY_ARGS, "--no-png"]) == 1
     errors = capsys.readouterr().err
-    assert "this rank fails on purpose" in errors and "tokens: 0 of 318" in errors
+    assert "this rank fails on purpose" in errors and "rows: 0 of 945" in errors
 
 
 def _raise(group: object, task: object) -> None:

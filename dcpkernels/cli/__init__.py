@@ -51,19 +51,25 @@ def _parser() -> argparse.ArgumentParser:
 def _add_demo(commands: argparse._SubParsersAction) -> None:
     demo = commands.add_parser(
         "demo",
-        help="rank processes share one long context and merge their attention",
-        description="Rank processes each hold a shard of every sequence's KV cache (Kimi-K3 attention: 96 heads, query "
-        "576, latent 512, bf16), attend over it, and merge with a2a_lse_reduce. The result is checked against "
-        "attention over the unsharded cache in fp32, the merge is timed against gloo. Exit code 1 when a check fails.",
+        help="Kimi-K3's MLA layer on rank processes, its KV cache on every rank or sharded",
+        description="One MLA layer of Kimi-K3 in full size (7168 wide, 96 heads, 232M random parameters, bf16) takes a decode "
+        "step on rank processes: with all of the KV cache on every rank (tensor parallelism alone), and with a shard on "
+        "each (decode context parallelism: query_gather, attention, a2a_lse_reduce). The two must agree, and with "
+        "unsharded attention in fp32; both are timed in turns. Exit code 1 when a check fails.",
     )
     demo.add_argument("--ranks", type=count, default=8, help="rank processes; 96 must be divisible by it (default 8)")
-    demo.add_argument("--context", type=count, default=120_000, help="tokens of the longest sequence (default 120000)")
-    demo.add_argument("--batch", type=count, default=8, help="decode rows, from the longest sequence down to one that "
+    demo.add_argument("--context", type=count, help="tokens of the longest sequence (default 120000)")
+    demo.add_argument("--batch", type=count, default=8, help="requests, from the longest sequence down to one that "
                       "is shorter than the number of ranks (default 8)")  # fmt: skip
     demo.add_argument("--interleave", type=count, default=1, help="consecutive tokens that a rank holds (default 1)")
     demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument("--iters", type=count, default=40, help="timed merges (default 40)")
-    demo.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    demo.add_argument("--iters", type=count, help="timed steps (default 9)")
+    demo.add_argument("--quick", action="store_true", help="a context of 4096 and 3 steps, for tests")
+    demo.add_argument("--device", default="cpu", help="cpu, or cuda with a GPU for each rank (default cpu)")
+    demo.add_argument("--min-ratio", type=float, default=0.0, metavar="X", help="fail when the attention section is not X "
+                      "times as fast with the cache sharded (default: any)")  # fmt: skip
+    demo.add_argument("--json", type=Path, metavar="FILE", nargs="?", const=Path("-"),
+                      help="write the result there; without FILE to stdout, in place of the table")  # fmt: skip
     demo.add_argument("--png", type=Path, metavar="FILE", help=f"the chart (default {DEFAULT_PNG}; needs matplotlib)")
     demo.add_argument("--no-png", action="store_true", help="no chart")
     demo.set_defaults(run=_run_demo)
@@ -72,7 +78,16 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
 def _run_demo(args: argparse.Namespace) -> int:
     from dcpkernels.cli.demo import DemoOptions, run
 
-    options = DemoOptions(args.ranks, args.context, args.batch, args.interleave, args.seed, args.iters)
+    options = DemoOptions(
+        num_ranks=args.ranks,
+        context=args.context or (4096 if args.quick else 120_000),
+        batch=args.batch,
+        interleave=args.interleave,
+        seed=args.seed,
+        iters=args.iters or (3 if args.quick else 9),
+        device=args.device,
+        min_ratio=args.min_ratio,
+    )
     png = None if args.no_png else args.png or Path(DEFAULT_PNG)
     return _with_ranks(lambda: run(options, json_path=args.json, png_path=png, png_required=args.png is not None))
 

@@ -1,23 +1,13 @@
-"""The demo's input: sequences with a latent KV cache and one decode query each, in Kimi-K3's attention geometry.
+"""The demo's input: sequences with a latent KV cache in Kimi-K3's geometry, and the hidden states of their newest tokens.
 
 A latent row is a function of seed, sequence and position alone, so that every rank makes exactly the rows of its shard,
-whatever the sharding, and whoever checks makes them all.
+whatever the sharding.
 """
 
 from __future__ import annotations
 
 import torch
 
-NUM_HEADS = 96
-QUERY_DIM = 576  # 512 latent and 64 rope columns; keys are whole rows of the cache
-LATENT_DIM = 512  # values are the first 512 columns of the same rows
-SOFTMAX_SCALE = (128 + 64) ** -0.5  # of the query and key before the projections were absorbed: qk_nope and qk_rope
-DTYPE = torch.bfloat16
-KV_ROW_BYTES = QUERY_DIM * DTYPE.itemsize
-
-# Heads differ in how sharply they look: the sharpest puts most of its weight on a few tokens of 100,000, so that the
-# shards of a row differ in weight by far and a wrong merge cannot hide in an average.
-_SHARPNESS = (0.5, 2.0)
 _BLOCK = 256  # positions made at once: fits a CPU's cache
 
 
@@ -29,17 +19,10 @@ def sequence_lengths(context: int, batch: int, num_ranks: int) -> list[int]:
     return [round(context * (shortest / context) ** (i / (batch - 1))) for i in range(batch)]
 
 
-def queries(batch: int, seed: int) -> torch.Tensor:
-    """[T, 96, 576] bf16, the same on every rank, as after the query gather."""
-    sharpness = torch.linspace(*_SHARPNESS, NUM_HEADS)[:, None]
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(batch, NUM_HEADS, QUERY_DIM, generator=generator) * sharpness).to(DTYPE)
-
-
-def latent_rows(positions: torch.Tensor, seq: int, seed: int) -> torch.Tensor:
-    """[n, 576] bf16: the cache rows of int64 `positions` [n] of sequence `seq`. Mean 0, variance 1, range +-2.45."""
-    rows = torch.empty(len(positions), QUERY_DIM, dtype=DTYPE)
-    column = torch.arange(QUERY_DIM, dtype=torch.int32) * 0x27D4EB2F
+def latent_rows(positions: torch.Tensor, seq: int, seed: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """[n, dim]: the cache rows of int64 `positions` [n] of sequence `seq`. Mean 0, variance 1, range +-2.45."""
+    rows = torch.empty(len(positions), dim, dtype=dtype)
+    column = torch.arange(dim, dtype=torch.int32) * 0x27D4EB2F
     offset = _mix(
         torch.tensor([seed, seq]).to(torch.int32) * 0x3C6EF372 + torch.tensor([1, 2], dtype=torch.int32)
     ).sum()

@@ -1,66 +1,78 @@
-"""`dcpkernels demo`: rank processes share one long context, attend to it in shards, and merge."""
+"""`dcpkernels demo`: Kimi-K3's MLA layer in full size on rank processes, its KV cache on every rank or sharded."""
 
 from __future__ import annotations
 
 import importlib.util
-import tempfile
-import threading
+import json
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 import dcpkernels
 from dcpkernels.cli import context, machine, table
-from dcpkernels.cli.demo_check import Verdict, check
-from dcpkernels.cli.demo_rank import GLOO, OURS, WARMUP, Progress, RankResult, RankTask, run_rank, workspace_config
-from dcpkernels.errors import DcpUnsupported
+from dcpkernels.cli.demo_rank import DCP, DTYPE, NUM_TIMED, TP, WARMUP, RankResult, RankTask, run_rank
+from dcpkernels.cli.progress import Progress
+from dcpkernels.errors import DcpInvalidArgument, DcpUnsupported
+from dcpkernels.kimi_k3.config import KimiK3Config
+from dcpkernels.kimi_k3.mla import workspace_config
+from dcpkernels.kimi_k3.parallel import TensorParallel
 from dcpkernels.testing import run_ranks
 from dcpkernels.testing.timing import max_over_ranks, summarize
 
+COLLECTIVES = ("query_gather", "a2a_lse_reduce")
 _TIMEOUT_S = 1800.0  # of the ranks, whatever the context; a run that gets there is stuck
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """`lse_base` is what the op is told; the LSEs are natural. Tests tell it a wrong one, to see the check fail."""
+    """`lse_base` is that of the LSEs which attention returns, while the layer takes them for natural. Tests set a wrong
+    one, to see the check fail."""
 
     num_ranks: int = 8
     context: int = 120_000
     batch: int = 8
     interleave: int = 1
     seed: int = 0
-    iters: int = 40
+    iters: int = 9
+    device: str = "cpu"
+    min_ratio: float = 0.0
     lse_base: str = "e"
+    config: KimiK3Config = KimiK3Config()
 
 
 class Outcome(NamedTuple):
-    """`report` is what --json writes. `times_us` are the slowest rank's, call by call, by candidate."""
+    """`report` is what --json writes. `times_us` are the slowest rank's, call by call, by what was timed."""
 
     report: dict[str, Any]
     times_us: dict[str, list[float]]
 
 
 def run(options: DemoOptions, *, json_path: Path | None, png_path: Path | None, png_required: bool = False) -> int:
-    """The command. Returns 1 when a check failed; the result is shown and written all the same."""
-    machine.require_writable("--json", json_path)
+    """The command. Returns 1 when a check failed; the result is shown and written all the same. json_path "-": the JSON
+    goes to stdout and nothing else does."""
+    to_stdout = json_path == Path("-")
+    machine.require_writable("--json", None if to_stdout else json_path)
     machine.require_writable("--png", png_path)
     if png_path is not None and importlib.util.find_spec("matplotlib") is None:
         if png_required:
             raise DcpUnsupported("--png: matplotlib must be installed, by `pip install 'dcpkernels[cli]'` (not found)")
-        print("no chart: matplotlib is not installed (pip install 'dcpkernels[cli]')")
+        print("no chart: matplotlib is not installed (pip install 'dcpkernels[cli]')", file=sys.stderr)
         png_path = None
     outcome = perform(options)
     report = outcome.report
-    print(machine.one_line(report["machine"], report["isa"]))
-    table.show(*_table_of(report))
     if png_path is not None:
         from dcpkernels.cli.plot import draw
 
         draw(report, outcome.times_us, png_path)
+    if to_stdout:
+        print(json.dumps(machine.finite(report), indent=2, allow_nan=False))
+        return 0 if report["passed"] else 1
+    print(machine.one_line(report["machine"], report["isa"]))
+    table.show(*_table_of(report))
     if json_path is not None:
         machine.write_json(json_path, report)
     written = ", ".join(str(path) for path in (png_path, json_path) if path is not None)
@@ -71,156 +83,113 @@ def run(options: DemoOptions, *, json_path: Path | None, png_path: Path | None, 
 
 
 def perform(options: DemoOptions) -> Outcome:
-    """Runs and checks it. Raises DcpInvalidArgument for ranks that do not divide the heads, RankFailure."""
-    dcpkernels.Workspace.size(workspace_config(options.batch), options.num_ranks)  # a bad number of ranks ends here
-    lengths = context.sequence_lengths(options.context, options.batch, options.num_ranks)
+    """Runs and checks it. Raises DcpInvalidArgument for ranks that do not divide the heads, DcpUnsupported for a device
+    that is not there, RankFailure."""
+    num_ranks = options.num_ranks
+    tp = TensorParallel(0, num_ranks)
+    config = workspace_config(options.config, tp, num_ranks, max_num_tokens=options.batch, dtype=DTYPE)
+    dcpkernels.Workspace.size(config, num_ranks)  # a bad number of ranks ends here
+    _require_device(options)
+    lengths = context.sequence_lengths(options.context, options.batch, num_ranks)
     start = time.monotonic()
-    ranks = _run_ranks(options, lengths)
-    with table.Bar("attention over the unsharded cache, rows", len(lengths)) as bar:
-        verdict = check(ranks, lengths, options.seed, bar.update)
-    times = {name: max_over_ranks([rank.times_us[name] for rank in ranks]) for name in (OURS, GLOO)}
-    return Outcome(_report(options, lengths, ranks, verdict, times, time.monotonic() - start), times)
+    num_rows = (sum(lengths) - len(lengths)) * (num_ranks + 1)
+    with Progress.shown(num_ranks, num_rows, NUM_TIMED * (options.iters + WARMUP)) as path:
+        task = RankTask(
+            options.config, lengths, options.interleave, options.seed, options.iters, options.lse_base, options.device, path
+        )
+        ranks = run_ranks(run_rank, num_ranks, task, mode="process", timeout_s=_TIMEOUT_S)
+    times = {name: max_over_ranks([rank.times_us[name] for rank in ranks]) for name in ranks[0].times_us}
+    return Outcome(_report(options, lengths, ranks, times, time.monotonic() - start), times)
 
 
-def _run_ranks(options: DemoOptions, lengths: list[int]) -> list[RankResult]:
-    with tempfile.TemporaryDirectory(prefix="dcpkernels-demo-") as folder:
-        path = str(Path(folder, "progress"))
-        Progress.create(path, options.num_ranks)
-        task = RankTask(lengths, options.interleave, options.seed, options.iters, options.lse_base, path)
-        num_calls = len((OURS, GLOO)) * (options.iters + WARMUP)
-        with _shown_progress(Progress(path), sum(lengths), num_calls):
-            return run_ranks(run_rank, options.num_ranks, task, mode="process", timeout_s=_TIMEOUT_S)
-
-
-@contextmanager
-def _shown_progress(progress: Progress, num_tokens: int, num_calls: int) -> Iterator[None]:
-    """Bars of what the ranks do while the block waits for them."""
-    over = threading.Event()
-
-    def show() -> None:
-        for text, total, which in (
-            ("local attention of all ranks, tokens", num_tokens, 0),
-            ("merges, ours and gloo in turns, calls", num_calls, 1),
-        ):
-            with table.Bar(text, total) as bar:
-                done, ended = 0, False
-                while done < total and not ended:
-                    ended = over.wait(_POLL_S)  # first, so that what is read after the end is all there is
-                    bar.update(done := progress.read()[which])
-
-    thread = threading.Thread(target=show, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+def _require_device(options: DemoOptions) -> None:
+    kind = torch.device(options.device).type
+    if kind not in ("cpu", "cuda"):
+        raise DcpInvalidArgument(f"--device: must be cpu or cuda (got {options.device!r})")
+    if kind == "cuda" and torch.cuda.device_count() < options.num_ranks:
+        raise DcpUnsupported(
+            f"--device cuda: there must be a GPU for each of the {options.num_ranks} ranks (found {torch.cuda.device_count()})"
+        )
 
 
 def _report(
-    options: DemoOptions,
-    lengths: list[int],
-    ranks: list[RankResult],
-    verdict: Verdict,
-    times: dict[str, list[float]],
-    wall_s: float,
+    options: DemoOptions, lengths: list[int], ranks: list[RankResult], times: dict[str, list[float]], wall_s: float
 ) -> dict[str, Any]:
-    ours, gloo = summarize(times[OURS]), summarize(times[GLOO])
-    per_rank = [
-        {
-            "rank": rank,
-            "local_tokens": sum(result.local_lengths),
-            "kv_bytes": sum(result.local_lengths) * context.KV_ROW_BYTES,
-            "empty_rows": result.local_lengths.count(0),
-            "max_abs_error": verdict.max_abs_error[rank],
-            "error_over_tolerance": verdict.error_over_tolerance[rank],
-            "merge_err_over_bound": verdict.merge_err_over_bound[rank],
-            "merge_median_us": summarize(result.times_us[OURS]).median_us,
-            "gloo_median_us": summarize(result.times_us[GLOO]).median_us,
-        }
-        for rank, result in enumerate(ranks)
-    ]
+    arms = {TP: f"tp{options.num_ranks}", DCP: f"dcp{options.num_ranks}"}
+    median = {name: summarize(samples).median_us for name, samples in times.items()}
+    ratio, step_ratio = (median[f"{TP}_{what}"] / median[f"{DCP}_{what}"] for what in ("attention", "step"))
+
+    def of_arms(what: str) -> dict[str, float]:
+        return {arm: median[f"{name}_{what}"] for name, arm in arms.items()}
+
+    errors = [rank.errors for rank in ranks]
     return {
-        "passed": verdict.passed,
+        "passed": all(error.passed for error in errors) and ratio >= options.min_ratio,
         "options": asdict(options),
-        "op": "a2a_lse_reduce",
-        "device": "cpu",
+        "device": options.device,
         "isa": ranks[0].isa,
         "machine": machine.describe(),
+        "num_parameters": sum(options.config.mla_parameters().values()),
         "sequence_lengths": lengths,
-        "kv_bytes_unsharded": sum(lengths) * context.KV_ROW_BYTES,
+        "kv_bytes_per_rank": {arm: max(rank.kv_bytes[name] for rank in ranks) for name, arm in arms.items()},
         "workspace_bytes": ranks[0].workspace_bytes,
-        "wall_s": round(wall_s, 2),
-        "merge": {
-            "median_us": ours.median_us,
-            "p99_us": ours.p99_us,
-            "baselines": {"gloo": {"median_us": gloo.median_us, "p99_us": gloo.p99_us}},
-            "speedup": gloo.median_us / ours.median_us,
+        "threads_per_rank": ranks[0].num_threads,
+        "step_us": of_arms("step"),
+        "step_ratio": step_ratio,
+        "attention_us": of_arms("attention"),
+        "ratio": ratio,
+        "collectives": {
+            op: {
+                "us": median[op],
+                "p99_us": summarize(times[op]).p99_us,
+                "share_of_step": median[op] / median[f"{DCP}_step"],
+            }
+            for op in COLLECTIVES
         },
-        "max_abs_error": max(verdict.max_abs_error),
-        "error_over_tolerance": max(verdict.error_over_tolerance),
-        "merge_err_over_bound": max(verdict.merge_err_over_bound),
-        "row_error_over_tolerance": verdict.row_error_over_tolerance,
-        "gloo_error_over_tolerance": verdict.gloo_error_over_tolerance,
-        "ranks": per_rank,
+        # Between the outputs of the two arms, and of each arm's attention against unsharded attention in fp32.
+        "max_err_over_bound": max(max(error.output) for error in errors),
+        "row_err_over_bound": [max(column) for column in zip(*(error.output for error in errors), strict=True)],
+        "max_abs_error": max(error.max_abs for error in errors),
+        "attention_error_over_tolerance": {
+            arm: max(max(error.attention[name]) for error in errors) for name, arm in arms.items()
+        },
+        "empty_rows": [rank.empty_rows for rank in ranks],
+        "wall_s": round(wall_s, 2),
     }
 
 
 def _table_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    columns = [
-        "rank",
-        "local tokens",
-        "KV MiB",
-        "empty rows",
-        "max error",
-        "error / tolerance",
-        "merge us",
-        "gloo us",
-        "ratio",
-    ]
-
-    def line(
-        name: str, tokens: int, kv_bytes: int, empty: str, errors: dict[str, float], ours: float, gloo: float
-    ) -> list[str]:
-        return [
-            name,
-            f"{tokens:,}",
-            f"{kv_bytes / 2**20:,.1f}",
-            empty,
-            f"{errors['max_abs_error']:.1e}",
-            f"{errors['error_over_tolerance']:.2f}",
-            f"{ours:,.0f}",
-            f"{gloo:,.0f}",
-            f"{gloo / ours:.1f}x",
-        ]
-
-    rows = [
-        line(
-            str(r["rank"]),
-            r["local_tokens"],
-            r["kv_bytes"],
-            str(r["empty_rows"]),
-            r,
-            r["merge_median_us"],
-            r["gloo_median_us"],
+    columns = ["", "KV MiB a rank", "attention section us", "step us", "query_gather us", "a2a_lse_reduce us", "error / tolerance"]
+    rows = []
+    for arm in report["step_us"]:
+        sharded = arm.startswith(DCP)
+        collectives = [f"{report['collectives'][op]['us']:,.0f}" if sharded else "" for op in COLLECTIVES]
+        rows.append(
+            [
+                arm,
+                f"{report['kv_bytes_per_rank'][arm] / 2**20:,.1f}",
+                f"{report['attention_us'][arm]:,.0f}",
+                f"{report['step_us'][arm]:,.0f}",
+                *collectives,
+                f"{report['attention_error_over_tolerance'][arm]:.2f}",
+            ]
         )
-        for r in report["ranks"]
-    ]
-    # The last line is of the whole: a merge is over when its slowest rank is.
-    merge = report["merge"]
-    rows.append(
-        line("all", sum(report["sequence_lengths"]), report["kv_bytes_unsharded"], "", report, merge["median_us"],
-             merge["baselines"]["gloo"]["median_us"])
-    )  # fmt: skip
+    kv = list(report["kv_bytes_per_rank"].values())
+    shares = [f"{100 * report['collectives'][op]['share_of_step']:.1f} % of step" for op in COLLECTIVES]
+    rows.append(["ratio", f"{kv[0] / kv[1]:.2f}x", f"{report['ratio']:.2f}x", f"{report['step_ratio']:.2f}x", *shares, ""])
     return columns, rows
 
 
 def _summary(report: dict[str, Any]) -> str:
-    options, merge = report["options"], report["merge"]
+    options = report["options"]
     verdict = "PASS" if report["passed"] else "FAIL"
+    tp, dcp = report["step_us"]
+    least = f" (asked: {options['min_ratio']:g}x)" if options["min_ratio"] else ""
+    threads = report["threads_per_rank"]
     return (
-        f"{verdict}: {options['num_ranks']} ranks merged {options['batch']} decode rows over contexts up to "
-        f"{options['context']:,} tokens; largest error {report['error_over_tolerance']:.2f} of the tolerance against "
-        f"unsharded fp32 attention; merge {merge['median_us']:,.0f} us, gloo "
-        f"{merge['baselines']['gloo']['median_us']:,.0f} us ({merge['speedup']:.1f}x), on cpu ({report['isa']})"
+        f"{verdict}: one MLA layer of Kimi-K3 ({report['num_parameters'] / 1e6:,.0f}M parameters, bf16) on "
+        f"{options['num_ranks']} ranks, {options['batch']} requests of up to {options['context']:,} tokens: the outputs "
+        f"of {tp} and {dcp} differ by at most {report['max_err_over_bound']:.2f} of the bound; the attention section is "
+        f"{report['ratio']:.2f}x faster with {dcp}{least}, the step {report['step_ratio']:.2f}x (same attention function, "
+        f"{threads} thread{'s' if threads > 1 else ''} a rank), on {report['device']} ({report['isa']})"
     )

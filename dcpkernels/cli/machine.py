@@ -65,13 +65,13 @@ def require_writable(option: str, path: Path | None) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+    path.write_text(json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """`value` with None for NaN and infinities, which JSON lacks: an error that has no number."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

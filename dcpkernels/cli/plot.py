@@ -1,8 +1,7 @@
-"""The demo's chart: what sharding saves, what the merge costs, and that the result is right. Needs matplotlib."""
+"""The demo's chart: what sharding the cache saves in memory and in time, and that the result is right. Needs matplotlib."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-from dcpkernels.testing.timing import summarize
 
 _OURS, _OTHER, _LIMIT, _INK, _FAINT = "#0b7a75", "#c9762b", "#b23a48", "#22303c", "#8a97a3"
+_REST = "#d5dade"
 _MIB = 2**20
 
 
@@ -22,11 +19,11 @@ def draw(report: Mapping[str, Any], times_us: Mapping[str, Sequence[float]], pat
     """Writes the chart. No pyplot: it would look for a display and keep the figure alive."""
     figure = Figure(figsize=(13, 5.6), dpi=140, facecolor="white")
     FigureCanvasAgg(figure)
-    cache, latency, error = figure.subplots(1, 3, width_ratios=(1, 1.15, 1))
+    cache, latency, error = figure.subplots(1, 3, width_ratios=(0.7, 1.4, 1))
     figure.subplots_adjust(left=0.055, right=0.98, top=0.755, bottom=0.105, wspace=0.28)
     _titles(figure, report)
     _draw_cache(cache, report)
-    _draw_latency(latency, times_us)
+    _draw_latency(latency, report, times_us)
     _draw_error(error, report)
     for axes in (cache, latency, error):
         axes.spines[["top", "right"]].set_visible(False)
@@ -37,19 +34,18 @@ def draw(report: Mapping[str, Any], times_us: Mapping[str, Sequence[float]], pat
 
 
 def _titles(figure: Figure, report: Mapping[str, Any]) -> None:
-    options, num_ranks = report["options"], report["options"]["num_ranks"]
-    passed = report["passed"]
-    verdict = "matches" if passed else "does NOT match"
+    options, passed = report["options"], report["passed"]
+    tp, dcp = report["step_us"]
     title = (
-        f"Contexts of up to {options['context']:,} tokens over {num_ranks} ranks: "
-        f"the merge {verdict} unsharded attention"
+        f"Kimi-K3's MLA layer, contexts of up to {options['context']:,} tokens: {dcp} "
+        f"{'gives the output of' if passed else 'FAILS against'} {tp}"
     )
     figure.text(0.02, 0.945, title, fontsize=15, weight="bold", color=_INK if passed else _LIMIT, va="center")
     machine = report["machine"]
     about = (
-        f"a2a_lse_reduce · {options['batch']} decode rows, 96 heads, latent 512, bf16, "
-        f"interleave {options['interleave']} · target cpu ({report['isa']}), {machine['cpu']}, "
-        f"{num_ranks} processes on {machine['cpus']} CPUs · "
+        f"{report['num_parameters'] / 1e6:,.0f}M random parameters, {options['config']['num_heads']} heads, bf16 · "
+        f"{options['batch']} requests, one token each · interleave {options['interleave']} · target {report['device']} "
+        f"({report['isa']}), {machine['cpu']}, {options['num_ranks']} processes on {machine['cpus']} CPUs · "
         f"dcpkernels {machine['dcpkernels']}, torch {machine['torch']}"
     )
     figure.text(0.02, 0.89, about, fontsize=9, color=_FAINT, va="center")
@@ -61,62 +57,49 @@ def _heading(axes: Axes, text: str, detail: str) -> None:
 
 
 def _draw_cache(axes: Axes, report: Mapping[str, Any]) -> None:
-    sizes = [rank["kv_bytes"] / _MIB for rank in report["ranks"]]
-    whole = report["kv_bytes_unsharded"] / _MIB
-    largest = max(sizes)
-    _heading(
-        axes, "KV cache a rank holds", f"MiB of one layer; {whole / largest:.1f}x less than all of it on every rank"
-    )
-    axes.bar(range(len(sizes)), sizes, color=_OURS, width=0.72)
-    axes.axhline(whole, color=_OTHER, linewidth=1.5, linestyle=(0, (4, 3)))
-    axes.text(len(sizes) - 0.6, whole, f"unsharded {whole:,.1f}", color=_OTHER, fontsize=9, va="bottom", ha="right")
-    if len(sizes) <= 12:
-        for rank, size in enumerate(sizes):
-            axes.text(rank, size, f"{size:,.1f}", ha="center", va="bottom", fontsize=8, color=_INK)
-        axes.set_xticks(range(len(sizes)))
-    axes.set_xlim(-0.6, len(sizes) - 0.4)
-    axes.set_ylim(0, whole * 1.12)
-    axes.set_xlabel("rank", fontsize=9, color=_INK)
+    sizes = {arm: num_bytes / _MIB for arm, num_bytes in report["kv_bytes_per_rank"].items()}
+    most, least = sizes.values()
+    _heading(axes, "KV cache a rank holds", f"MiB of this layer; {most / least:.2f}x less")
+    axes.bar(list(sizes), list(sizes.values()), color=[_OTHER, _OURS], width=0.6)
+    for place, size in enumerate(sizes.values()):
+        axes.text(place, size, f"{size:,.1f}", ha="center", va="bottom", fontsize=9.5, weight="bold", color=_INK)
+    axes.set_ylim(0, most * 1.1)
 
 
-def _draw_latency(axes: Axes, times_us: Mapping[str, Sequence[float]]) -> None:
-    medians = [summarize(times).median_us for times in times_us.values()]
+def _draw_latency(axes: Axes, report: Mapping[str, Any], times_us: Mapping[str, Sequence[float]]) -> None:
+    arms = list(report["step_us"])
     _heading(
         axes,
-        "Merge latency",
-        f"us a call, slowest rank, calls in turns; median {max(medians) / min(medians):.1f}x apart",
+        "One decode step",
+        f"ms, slowest rank; attention section {report['ratio']:.2f}x faster, whole step {report['step_ratio']:.2f}x",
     )
-    for y, ((name, times), median) in enumerate(zip(times_us.items(), medians, strict=True)):
-        color = _OURS if y == 0 else _OTHER
-        # Spread by a fixed pattern, not by chance: the same numbers give the same chart.
-        offsets = [0.26 * math.sin(2.4 * i) for i in range(len(times))]
-        axes.scatter(times, [y + offset for offset in offsets], s=14, color=color, alpha=0.45, linewidths=0)
-        axes.plot([median, median], [y - 0.33, y + 0.33], color=color, linewidth=2.5, solid_capstyle="butt")
-        label = "a2a_lse_reduce" if y == 0 else f"{name} all-to-all + torch merge"
-        where = {"transform": axes.get_yaxis_transform(), "va": "bottom"}
-        axes.text(0.02, y - 0.36, f"{label}, median {median:,.0f}", color=color, fontsize=9.5, weight="bold", **where)
-    axes.set_xscale("log")
-    axes.set_xlim(min(map(min, times_us.values())) / 2, max(map(max, times_us.values())) * 2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
-    axes.xaxis.set_minor_locator(NullLocator())
+    for y, (arm, color) in enumerate(zip(arms, (_OTHER, _OURS), strict=True)):
+        attention, step = report["attention_us"][arm] / 1e3, report["step_us"][arm] / 1e3
+        axes.barh(y, step, color=_REST, height=0.5)
+        axes.barh(y, attention, color=color, height=0.5)
+        samples = [sample / 1e3 for sample in times_us[f"{arm.rstrip('0123456789')}_step"]]
+        axes.scatter(samples, [y] * len(samples), s=14, color=_INK, alpha=0.4, linewidths=0, zorder=3)
+        text = f"{arm}: attention {attention:,.0f}, step {step:,.0f}"
+        axes.text(0, y - 0.28, text, color=color, fontsize=9.5, weight="bold", va="bottom")
+    collectives = ", ".join(
+        f"{op} {part['us']:,.0f} us ({100 * part['share_of_step']:.1f} %)" for op, part in report["collectives"].items()
+    )
+    axes.text(0, 1.31, f"of which {collectives}", color=_INK, fontsize=9, va="top")
     axes.set_yticks([])
-    axes.set_ylim(len(medians) - 0.5, -0.65)
-    axes.set_xlabel("us, logarithmic", fontsize=9, color=_INK)
-    axes.grid(axis="x", color="#e6eaed", linewidth=0.8)
-    axes.set_axisbelow(True)
+    axes.set_ylim(1.6, -0.6)
+    axes.set_xlabel("ms", fontsize=9, color=_INK)
 
 
 def _draw_error(axes: Axes, report: Mapping[str, Any]) -> None:
-    errors, lengths = report["row_error_over_tolerance"], report["sequence_lengths"]
-    _heading(axes, "Error against unsharded fp32", "largest of each row / tolerance (bf16 roundings)")
+    errors, lengths = report["row_err_over_bound"], report["sequence_lengths"]
+    _heading(axes, "Output of the one against the other", "largest difference of each row / its bound")
     shown = [min(error, 1e6) for error in errors]  # a NaN in the output counts as infinite
     colors = [_OURS if error <= 1 else _LIMIT for error in errors]
     rows = range(len(shown))
     axes.hlines(rows, 0, shown, color=colors, linewidth=2)
     axes.scatter(shown, rows, s=34, color=colors, zorder=3, clip_on=False)
     axes.axvline(1, color=_LIMIT, linewidth=1.5, linestyle=(0, (4, 3)))
-    axes.text(1, -0.62, "tolerance ", color=_LIMIT, fontsize=9, ha="right", va="bottom")
+    axes.text(1, -0.62, "bound ", color=_LIMIT, fontsize=9, ha="right", va="bottom")
     if len(lengths) <= 24:
         axes.set_yticks(rows, [f"{length:,}" for length in lengths])
     axes.set_ylim(len(shown) - 0.4, -0.7)

@@ -114,6 +114,17 @@ class RequestTable:
         """Tokens of the request so far."""
         return self._requests[slot].length
 
+    def prefill(self, slot: int, num_tokens: int) -> torch.Tensor:
+        """Adds tokens whose rows come by other means than a decode step: int64 slots of those that are this rank's, in
+        order of position, for the caller to write. Raises DcpInvalidArgument when blocks run out."""
+        request = self._requests[slot]
+        self._grow([request], [num_tokens])
+        sharding = (self.num_ranks, self.rank, self.interleave)
+        first, last = (layout.local_length(n, *sharding) for n in (request.length, request.length + num_tokens))
+        request.length += num_tokens
+        places = torch.arange(first, last)
+        return torch.tensor(request.blocks, dtype=torch.int64)[places // self.block_size] * self.block_size + places % self.block_size
+
     def rewind(self, slot: int, num_tokens: int) -> None:
         """Forgets the last `num_tokens` of a request, as when drafts are rejected. Blocks are kept: later tokens
         overwrite."""

@@ -8,7 +8,7 @@ that attention reads the latent rows as they are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch.nn.functional import linear
@@ -59,6 +59,10 @@ class MLAWeights:
             g_proj=of_heads("g_proj", config.v_head_dim, hidden).flatten(0, 1),
             o_proj=o_proj.flatten(0, 1).T.contiguous(),
         )
+
+    def to(self, device: torch.device | str) -> MLAWeights:
+        """The same weights on `device`."""
+        return MLAWeights(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
 
 class MLALayer:
@@ -114,7 +118,7 @@ class MLALayer:
         row = torch.cat([rms_norm(kv_latent, w.kv_a_norm, config.latent_norm_eps), k_rope], 1)  # k_rope as it is
         query = linear(q_latent, w.q_b_proj.flatten(0, 1)).unflatten(1, w.q_b_proj.shape[:2])
         q_nope, q_rope = query.split([config.qk_nope_head_dim, config.qk_rope_head_dim], 2)
-        return (_per_head(q_nope, w.w_uk), q_rope), row
+        return (per_head(q_nope, w.w_uk), q_rope), row
 
     def attend(self, query: tuple[torch.Tensor, torch.Tensor], batch: DecodeBatch) -> torch.Tensor:
         """Attention of this rank's heads over the whole context, wherever it is: [T, Hr, kv_lora_rank]."""
@@ -156,17 +160,22 @@ class MLALayer:
         )
 
     def finish(self, x: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
-        """From the latent to the layer's output: values of each head, gate, output projection, sum over the ranks."""
-        w = self.weights
-        values = _per_head(latent, w.w_uv.transpose(1, 2)).flatten(1)
-        gated = values * torch.sigmoid(linear(x, w.g_proj).float()).to(values.dtype)
-        return self.tp.all_reduce(linear(gated, w.o_proj))
+        """From the latent [T, Hr, kv_lora_rank] to the layer's output [T, hidden], summed over the ranks."""
+        return self.tp.all_reduce(linear(self.values_of(latent) * self.gate(x), self.weights.o_proj))
+
+    def values_of(self, latent: torch.Tensor) -> torch.Tensor:
+        """[T, Hr * v_head_dim]: the value projection, which follows attention because it is linear."""
+        return per_head(latent, self.weights.w_uv.transpose(1, 2)).flatten(1)
+
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, Hr * v_head_dim]: what each value is multiplied with before the output projection."""
+        return torch.sigmoid(linear(x, self.weights.g_proj).float()).to(x.dtype)
 
 
 def workspace_config(
-    config: KimiK3Config, tp: TensorParallel, dcp_size: int, *, max_num_tokens: int, dtype: torch.dtype
+    config: KimiK3Config, tp: TensorParallel, dcp_size: int, *, max_num_tokens: int, dtype: torch.dtype, num_lanes: int = 1
 ) -> dcpkernels.WorkspaceConfig:
-    """The workspace of one DCP group of `dcp_size` ranks, a divisor of tp.size. Raises DcpInvalidArgument."""
+    """For the workspace of one DCP group of `dcp_size` ranks, a divisor of tp.size. Raises DcpInvalidArgument."""
     if dcp_size < 1 or tp.size % dcp_size:
         raise DcpInvalidArgument(f"kimi_k3: dcp_size must divide the {tp.size} ranks (got {dcp_size})")
     return dcpkernels.WorkspaceConfig(
@@ -174,12 +183,13 @@ def workspace_config(
         head_dim=config.kv_lora_rank,
         max_num_tokens=max_num_tokens,
         dtype=dtype,
+        num_lanes=num_lanes,
         query_head_dim=config.latent_dim,
         query_dtype=dtype,
         zero_copy=True,
     )
 
 
-def _per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """[T, H, A] @ [H, A, B] -> [T, H, B]: every head has its own matrix."""
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)

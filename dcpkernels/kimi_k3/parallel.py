@@ -37,7 +37,7 @@ class TensorParallel:
     def share(self, name: str, count: int) -> int:
         """How many of `count` are each rank's. Raises DcpInvalidArgument if they do not divide."""
         if count % self.size:
-            raise DcpInvalidArgument(f"kimi_k3: {name} must be divisible by the {self.size} ranks (got {count})")
+            raise DcpInvalidArgument(f"kimi_k3: {name} must be divisible by num_ranks={self.size} (got {count})")
         return count // self.size
 
     def range(self, name: str, count: int) -> range:
