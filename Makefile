@@ -17,13 +17,14 @@ pip := $(python) -m pip install --quiet --quiet --disable-pip-version-check $(PI
 # One stamp per requirement on torch, so that `make TORCH=...` installs the one that was asked for.
 deps := $(VENV)/.dcpkernels-deps-$(subst /,-,$(subst =,-,$(TORCH)))
 installed := $(VENV)/.dcpkernels-installed
+oracles := $(VENV)/.dcpkernels-oracles
 built := build/.built-in-$(subst /,-,$(VENV))
 
 .PHONY: help build demo test bench clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo    the main job: rank processes share one long context (DEMO_ARGS)"
+	@echo "make demo    the main job: a layer of Kimi-K3 on rank processes, its KV cache sharded or not (DEMO_ARGS)"
 	@echo "make test    all tests (TEST_ARGS)"
 	@echo "make bench   a2a_lse_reduce against gloo, on this machine's CPU (BENCH_ARGS)"
 	@echo "make build   the environment $(VENV) and the compiled module, which the others make first"
@@ -33,7 +34,7 @@ help:
 demo: build
 	$(VENV)/bin/dcpkernels demo $(DEMO_ARGS)
 
-test: build
+test: build $(oracles)
 	$(python) -m pytest -q tests $(TEST_ARGS)
 
 bench: build
@@ -65,6 +66,12 @@ $(installed): setup.py pyproject.toml $(deps) | $(built)
 	@echo "dcpkernels: installing dcpkernels with the extras cli, mpi and test"
 	@$(pip) --no-build-isolation --editable '.[cli,mpi,test]'
 	@touch '$@'
+
+# Large, and only tests need them: a machine that cannot have them runs the other tests.
+$(oracles): pyproject.toml | $(installed)
+	@echo "dcpkernels: installing the extra oracles, for tests of dcpkernels.kimi_k3"
+	@$(pip) --no-build-isolation --editable '.[oracles]' && touch '$@' \
+	  || echo "dcpkernels: not installed; tests that need them are skipped"
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .benchmarks $(VENV)/.dcpkernels-*
