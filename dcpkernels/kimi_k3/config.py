@@ -79,8 +79,8 @@ class KimiK3Config:
         small = {
             "hidden_size": 64, "num_layers": 8, "vocab_size": 128, "max_position": 4096, "attn_res_block_size": 2,
             "num_heads": 8, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-            "v_head_dim": 16, "kda_num_heads": 8, "kda_head_dim": 16, "dense_intermediate_size": 128,
-            "num_experts": 16, "num_experts_per_token": 4, "moe_latent_size": 32, "moe_intermediate_size": 32,
+            "v_head_dim": 16, "kda_num_heads": 8, "kda_head_dim": 16, "dense_intermediate_size": 256,
+            "num_experts": 16, "num_experts_per_token": 4, "moe_latent_size": 32, "moe_intermediate_size": 256,
         }  # fmt: skip
         return replace(cls(), **{**small, **fields})
 
