@@ -267,6 +267,27 @@ def test_a_print_is_found() -> None:
     assert package_breaks("cli/demo.py", "print(1)") == []
 
 
+def private_uses(source: str) -> list[str]:
+    """Attributes with a leading underscore of anything but the object itself."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and re.match(r"_(?!_)", node.attr)
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    ]
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "kimi_k3").rglob("*.py")), ids=relative)
+def test_the_reference_layer_uses_what_is_public(path: Path) -> None:
+    assert private_uses(path.read_text()) == []
+
+
+def test_a_private_use_is_found() -> None:
+    assert private_uses("workspace._impl.call(self._x)") == ["workspace._impl"]
+    assert bad_imports("kimi_k3.mla", "from dcpkernels import _check\nimport dcpkernels.heap.cpu") == ["_check", "heap.cpu"]
+
+
 # -- size
 
 
