@@ -106,9 +106,8 @@ def split_kernel(
 
     # 4. The part's own result; without keys it has LSE -inf, and its zeros are not looked at.
     at = (row * num_heads + heads) * NUM_SPLITS + split
-    has_keys = first < last
-    total = tl.where(has_keys, total, 1.0)
-    tl.store(partial_lse + at, tl.where(has_keys, top + tl.log2(total), float("-inf")), mask=is_head)
+    total = tl.where(first < last, total, 1.0)
+    tl.store(partial_lse + at, top + tl.log2(total), mask=is_head)
     out_at = partial + at[:, None] * VALUE + column[None, :]
     tl.store(out_at, acc / total[:, None], mask=is_head[:, None] & (column < VALUE)[None, :])
 

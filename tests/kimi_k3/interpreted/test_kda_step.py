@@ -26,8 +26,10 @@ def make(counts: list[int], *, num_heads: int = 2, dims: tuple[int, int] = (16, 
     def rows(*shape: int) -> torch.Tensor:
         return torch.cat([random(num_rows, *shape), torch.full((padding, *shape), torch.nan)])
 
+    # Keys and queries of the first head are so small that the epsilon of their norm shows.
+    small = torch.tensor([1e-3, *[1.0] * (num_heads - 1)])[:, None]
     return {
-        "q": rows(num_heads, key_dim), "k": rows(num_heads, key_dim), "v": rows(num_heads, value_dim),
+        "q": rows(num_heads, key_dim) * small, "k": rows(num_heads, key_dim) * small, "v": rows(num_heads, value_dim),
         "f": rows(num_heads, key_dim), "b": rows(num_heads),
         "A_log": random(num_heads) * 0.5, "dt_bias": random(num_heads, key_dim),
         "states": random(NUM_STATES, num_heads, value_dim, key_dim),
