@@ -181,6 +181,15 @@ class KimiK3Config:
             "shared": 3 * self.hidden_size * self.shared_intermediate_size,
         }
 
+    def stored_expert_shapes(self) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+        """Of one routed expert as published, in bytes: w1 and w3 (gate, and what is gated), w2; each two elements a byte, and a
+        scale for 32 of them along a row."""
+        inner, latent = self.moe_intermediate_size, self.moe_latent_size
+        return {
+            name: ((rows, columns // 2), (rows, columns // 32))
+            for name, rows, columns in (("w1", inner, latent), ("w3", inner, latent), ("w2", latent, inner))
+        }
+
     def layer_parameters(self, layer: int, num_experts: int | None = None) -> dict[str, int]:
         """Of layer `layer`, by weight: attention, feed-forward part, two norms, two AttnRes."""
         attention = self.mla_parameters() if self.is_mla(layer) else self.kda_parameters()
