@@ -91,7 +91,10 @@ class RequestTable:
     def __init__(
         self, num_blocks: int, block_size: int, max_requests: int, *, num_ranks: int = 1, rank: int = 0, interleave: int = 1
     ) -> None:
-        layout.local_length(0, num_ranks, rank, interleave)  # checks the three
+        try:
+            layout.local_length(0, num_ranks, rank, interleave)  # checks the three
+        except DcpInvalidArgument as error:
+            raise DcpInvalidArgument(f"kimi_k3: {str(error).removeprefix('local_length: ')}") from None
         self.block_size, self.num_ranks, self.rank, self.interleave = block_size, num_ranks, rank, interleave
         self._free_blocks = list(range(num_blocks - 1, -1, -1))
         self._free_slots = list(range(max_requests - 1, -1, -1))
@@ -116,7 +119,10 @@ class RequestTable:
 
     def prefill(self, slot: int, num_tokens: int) -> torch.Tensor:
         """Adds tokens whose rows come by other means than a decode step: int64 slots of those that are this rank's, in
-        order of position, for the caller to write. Raises DcpInvalidArgument when blocks run out."""
+        order of position, for the caller to write. Raises DcpInvalidArgument when blocks run out, or for fewer than 0
+        tokens; nothing is changed."""
+        if num_tokens < 0:
+            raise DcpInvalidArgument(f"kimi_k3: prefill must be of at least 0 tokens (got {num_tokens})")
         request = self._requests[slot]
         self._grow([request], [num_tokens])
         sharding = (self.num_ranks, self.rank, self.interleave)
