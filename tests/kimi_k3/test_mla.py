@@ -19,6 +19,7 @@ import torch
 
 from dcpkernels import Workspace, WorkspaceConfig
 from dcpkernels.errors import DcpInvalidArgument
+from dcpkernels.kimi_k3.attention import local_attention
 from dcpkernels.kimi_k3.cache import LatentCache, RequestTable
 from dcpkernels.kimi_k3.config import KimiK3Config
 from dcpkernels.kimi_k3.mla import MLALayer, MLAWeights, workspace_config
@@ -192,6 +193,29 @@ def test_rejected_drafts_are_forgotten() -> None:
         kept.append(x[first : first + count - rejected])
         outs.append(out[: count - rejected])
     assert error_of([torch.cat(outs)], [Unabsorbed(TINY)(torch.cat(kept))]) < FP32
+
+
+@pytest.mark.parametrize("with_workspace", [False, True])
+def test_padding_gives_zeros(with_workspace: bool) -> None:
+    """Of an input that is finite, whatever attention left in rows that see nothing. So both ways of DCP size 1 agree."""
+
+    def attention(query: torch.Tensor, blocks: torch.Tensor, batch: Any, **options: Any) -> Any:
+        out, lse = local_attention(query, blocks, batch, **options)
+        out[lse == -torch.inf] = torch.nan
+        return out, lse
+
+    table, cache = RequestTable(4, 4, 1), LatentCache(4, 4, TINY.latent_dim, torch.float32)
+    weights = MLAWeights.random(TINY, WHOLE, key="layer", dtype=torch.float32)
+    workspace = None
+    if with_workspace:
+        (group,) = ThreadGroup.create(1)
+        config = workspace_config(TINY, WHOLE, 1, max_num_tokens=5, dtype=torch.float32)
+        workspace = Workspace(group, config=config)
+    layer = MLALayer(TINY, weights, cache, WHOLE, workspace, attention=attention)
+    out = layer(hidden_states(TINY, 0, 5, 0, torch.float32), table.extend([table.add()], [2], num_rows=5))
+    assert out[:2].abs().amin() > 0 and (out[2:] == 0).all()
+    if workspace is not None:
+        workspace.close()
 
 
 def test_a_step_leaves_its_input_and_older_rows_alone() -> None:
