@@ -42,11 +42,11 @@ class MXFP4Tensor:
         return MXFP4Tensor(self.packed[index], self.scales[index])
 
     def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
-        """[..., n]. Exact in float32, and in bfloat16 where the scale is not at the ends of its range."""
+        """[..., n]. Exact, in bfloat16 too; but what the largest two scales put beyond float32's range is inf."""
         nibbles = torch.stack([self.packed & 15, self.packed >> 4], -1).flatten(-2)
         values = _VALUES[nibbles.int()].unflatten(-1, (-1, BLOCK))
         # In fp64: 2^-127 times 0.5 is far below what fp32 can hold without subnormals.
-        scales = torch.ldexp(torch.ones((), dtype=torch.float64), self.scales.int() - _BIAS)
+        scales = torch.ldexp(torch.ones(self.scales.shape, dtype=torch.float64), self.scales.int() - _BIAS)
         scales = torch.where(self.scales == _NAN, torch.nan, scales)
         return (values * scales[..., None]).flatten(-2).to(dtype)
 
