@@ -331,13 +331,16 @@ def test_keep_refuses_more_than_the_step_had() -> None:
 def test_reset_begins_anew_and_leaves_the_others() -> None:
     decode, fresh = Decode(), Decode()
     xs = {r: _inputs(6, r) for r in range(3)}
-    decode.step({r: xs[r][:3] for r in range(3)})
+    for some in (xs, {r: xs[r][3:5] for r in range(3)}):  # the second step does not begin from zero
+        decode.step({r: x[:3] for r, x in some.items()})
     before = decode.kept()
     decode.state.reset(decode.slots[1])
     for kept, expected in zip(decode.kept(), before, strict=True):
         others = [slot for r, slot in enumerate(decode.slots) if r != 1]
         assert torch.equal(kept[others], expected[others])
         assert not kept[decode.slots[1]].any()
+    with pytest.raises(DcpInvalidArgument, match=r"num_tokens must be in 0 .. 0"):
+        decode.state.keep(decode.slots[1], 1)
     out = decode.step({1: xs[1][3:]})[1]
     assert torch.equal(out, fresh.step({1: xs[1][3:]})[1])
 
