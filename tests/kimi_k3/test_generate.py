@@ -13,7 +13,7 @@ from dcpkernels.kimi_k3.parallel import TensorParallel
 from dcpkernels.testing import run_ranks
 from tests.kimi_k3.generate_ranks import Engine, generate, greedy
 
-CONFIG = KimiK3Config.tiny()
+CONFIG = KimiK3Config.tiny(num_experts=8, num_experts_per_token=2)
 NUM_PROMPTS, NUM_TOKENS = 200, 64
 
 
