@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import dcpkernels
 from dcpkernels import layout
 from dcpkernels.cli import context, demo_check, measure
 from dcpkernels.cli.progress import Progress
+from dcpkernels.errors import DcpError
 from dcpkernels.kimi_k3.attention import attention_for
 from dcpkernels.kimi_k3.cache import DecodeBatch, LatentCache, RequestTable
 from dcpkernels.kimi_k3.config import KimiK3Config
@@ -48,7 +50,7 @@ class RankResult(NamedTuple):
     empty_rows: int  # of this rank's shard
     times_us: dict[str, list[float]]  # by name of what was timed
     errors: demo_check.Errors
-    num_threads: int
+    num_threads: dict[str, int]  # of torch while attention ran, by arm
     workspace_bytes: int
     isa: str
 
@@ -81,17 +83,19 @@ def run_rank(group: dist.ProcessGroup, task: RankTask) -> RankResult:
             int((dcp_batch.local_lens == 0).sum()),
             times,
             errors,
-            torch.get_num_threads(),
+            {name: arm.num_threads for name, arm in arms.items()},
             workspace.num_bytes,
             workspace.isa,
         )
 
 
-class Arm(NamedTuple):
+@dataclass
+class Arm:
     """One of the two ways to run the layer."""
 
     layer: MLALayer
     batch: DecodeBatch
+    num_threads: int = 0  # of torch when its attention was timed
 
 
 def random_weights(config: KimiK3Config, tp: TensorParallel, seed: int) -> MLAWeights:
@@ -133,7 +137,11 @@ def _time(
     dcp.layer.merge(partial_out, partial_lse, dcp.batch)
     state: dict[str, torch.Tensor | bool] = {"open": False}
 
+    if arms[TP].layer.attention is not dcp.layer.attention:
+        raise DcpError("demo: both ways must run the same attention function (they do not)")
+
     def attend(arm: Arm) -> None:
+        arm.num_threads = torch.get_num_threads()
         arm.layer.attend(query, arm.batch)
         synchronize()
 
