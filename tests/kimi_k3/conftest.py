@@ -1,5 +1,5 @@
-"""Oracles: the same mathematics in packages that nobody here wrote (transformers, flash-linear-attention), and how far from
-them a result is.
+"""Oracles: the same mathematics in packages that nobody here wrote (transformers, flash-linear-attention), and how far
+from them a result is.
 
 They are imported inside of tests only: that takes seconds, and rank processes import the modules of their functions."""
 
@@ -30,8 +30,8 @@ def oracle(name: str) -> ModuleType:
 
 
 def in_torch(module: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch | None = None) -> object:
-    """The function `name` of a modeling module of transformers as it is written there. Where fla is installed the module
-    itself calls fla's Triton kernels instead, which need a GPU; with `monkeypatch` it calls this one too."""
+    """The function `name` of a modeling module of transformers as it is written there. Where fla is installed the
+    module itself calls fla's Triton kernels instead, which need a GPU; with `monkeypatch` it calls this one too."""
     function = getattr(module, name).__wrapped__
     if monkeypatch is not None:
         monkeypatch.setattr(module, name, function)

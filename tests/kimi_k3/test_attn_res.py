@@ -1,5 +1,5 @@
-"""AttnRes: the mix against flash-linear-attention's naive one, and which sources each sublayer of Kimi-K3's 93 layers reads
-against the rules written out (reading notes, section 2.1)."""
+"""AttnRes: the mix against flash-linear-attention's naive one, and which sources each sublayer of Kimi-K3's 93 layers
+reads against the rules, written out a second time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_scores_are_not_divided_and_values_are_as_they_come() -> None:
     size, log3 = 4, math.log(3.0)
     weights = AttnResWeights(norm=torch.tensor([0.5, 1.0, 1.0, 1.0]), proj=torch.tensor([log3 / 2, 0.0, 0.0, 0.0]))
     sources = [torch.tensor([[2.0, 0, 0, 0]]), torch.tensor([[-2 / 3, 0, 0, 0]])]
-    # Scores are +- 2 * 0.5 * log(3) / 2, so that the weights are 3 / 4 and 1 / 4. With 1 / sqrt(D) they were 0.63 and 0.37.
+    # Scores are +- 2 * 0.5 * log(3) / 2, so that the weights are 3 / 4 and 1 / 4; with 1 / sqrt(D), 0.63 and 0.37.
     expected = torch.zeros(1, size)
     expected[0, 0] = 0.75 * 2 - 0.25 * 2 / 3
     torch.testing.assert_close(attn_res(sources, weights, 0.0), expected, rtol=1e-6, atol=0)
@@ -92,8 +92,8 @@ def test_weights_of_random_are_vectors_that_differ() -> None:
 # -- which sources there are
 
 
-class ByTheNotes:
-    """The bookkeeping as section 2.1 has it: b, p and delta, n sources counted by formula. All values are kept as sets of
+class ByTheRules:
+    """The bookkeeping as engines do it: b, p and delta, n sources counted by formula. All values are kept as sets of
     what was added up, so that what is compared does not depend on the order of sums."""
 
     def __init__(self, block_size: int) -> None:
@@ -128,7 +128,7 @@ class ByTheNotes:
 
 
 def _run(config: KimiK3Config) -> list[tuple[str, list[frozenset[str]], list[frozenset[str]]]]:
-    """Through all layers: each place that mixes, its sources, and those by the notes. Each of the outputs (and the
+    """Through all layers: each place that mixes, its sources, and those by the rules. Each of the outputs (and the
     embedding) is a unit vector of its own, so that a sum shows what was added up, and how often."""
     names = ["embedding"] + [f"{kind}{layer}" for layer in range(config.num_layers) for kind in ("attention", "mlp")]
     unit = dict(zip(names, torch.eye(len(names))[:, None], strict=True))
@@ -137,18 +137,18 @@ def _run(config: KimiK3Config) -> list[tuple[str, list[frozenset[str]], list[fro
         assert set(source.unique().tolist()) <= {0.0, 1.0}  # nothing twice
         return frozenset(name for name, share in zip(names, source[0].tolist(), strict=True) if share)
 
-    state, notes = AttnResState(config, unit["embedding"]), ByTheNotes(config.attn_res_block_size)
+    state, rules = AttnResState(config, unit["embedding"]), ByTheRules(config.attn_res_block_size)
     places = []
     for layer in range(config.num_layers):
         sources = [parts(source) for source in state.before_attention(layer)]
-        places.append((f"attention{layer}", sources, notes.attention_sources(layer)))
+        places.append((f"attention{layer}", sources, rules.attention_sources(layer)))
         state.after_attention(layer, unit[f"attention{layer}"])
-        notes.attention_out(layer, f"attention{layer}")
+        rules.attention_out(layer, f"attention{layer}")
         sources = [parts(source) for source in state.before_mlp(layer)]
-        places.append((f"mlp{layer}", sources, notes.mlp_sources(layer)))
+        places.append((f"mlp{layer}", sources, rules.mlp_sources(layer)))
         state.after_mlp(layer, unit[f"mlp{layer}"])
-        notes.mlp_out(f"mlp{layer}")
-    places.append(("end", [parts(source) for source in state.at_end()], notes.end_sources(config.num_layers)))
+        rules.mlp_out(f"mlp{layer}")
+    places.append(("end", [parts(source) for source in state.at_end()], rules.end_sources(config.num_layers)))
     return places
 
 

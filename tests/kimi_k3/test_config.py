@@ -1,5 +1,5 @@
-"""Kimi-K3 in numbers: against what is published of its checkpoint and its memory (reading notes, sections 1.1 and 3.1), and
-against the weights that are drawn."""
+"""Kimi-K3 in numbers: against what is published of its checkpoint and of its memory, and against the weights that are
+drawn."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_dims() -> None:
 
 
 def test_parameters() -> None:
-    # "2.78T" and "104B"; the digits are those of the notes.
+    # Published as 2.78T and 104B.
     assert K3.num_parameters() == pytest.approx(2.7795e12, rel=1e-4)
     assert K3.num_parameters(active=True) == pytest.approx(104.19e9, rel=1e-4)
 

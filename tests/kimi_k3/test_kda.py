@@ -1,8 +1,8 @@
-"""Kimi Delta Attention: each formula, and the whole layer in decode, against flash-linear-attention and transformers; then
-what a step keeps: several tokens, drafts, padding, ranks.
+"""Kimi Delta Attention: each formula, and the whole layer in decode, against flash-linear-attention and transformers;
+then what a step keeps: several tokens, drafts, padding, ranks.
 
-transformers has no kimi_k3. Its kimi_linear has the same layer but for two gates: the decay's is glm5_next's, bounded below,
-and the output's has full rank in K3."""
+transformers has no kimi_k3. Its kimi_linear has the same layer but for two gates: the decay's is glm5_next's, bounded
+below, and the output's has full rank in K3."""
 
 from __future__ import annotations
 
@@ -273,8 +273,8 @@ def test_several_tokens_a_step_are_as_one_at_a_time() -> None:
 
 @pytest.mark.parametrize("kept", [0, 1, 3, 4])
 def test_rejected_drafts_were_never_seen(kept: int) -> None:
-    """Request 0 keeps `kept` of four tokens, request 1 all of three, request 2 is not in the step. Then they go on, with
-    several tokens again, and once more."""
+    """Request 0 keeps `kept` of four tokens, request 1 all of three, request 2 is not in the step. Then they go on,
+    with several tokens again, and once more."""
     with_drafts, without = Decode(), Decode()
     xs = {r: _inputs(12, r) for r in range(3)}
     for decode in (with_drafts, without):

@@ -1,6 +1,6 @@
-"""The whole stack: logits of requests that are decoded, some tokens a step, against the same model written out a second time
-over whole sequences: attention un-absorbed under a causal mask, KDA and AttnRes by flash-linear-attention's naive forms,
-every expert computed for every token, fp64 wherever those do not go down to fp32."""
+"""The whole stack: logits of requests that are decoded, some tokens a step, against the same model written out a second
+time over whole sequences: attention un-absorbed under a causal mask, KDA and AttnRes by flash-linear-attention's naive
+forms, every expert computed for every token, in fp64 wherever those do not go down to fp32."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _feed_forward(x: torch.Tensor, w: MLPWeights | MoEWeights, config: KimiK3Con
 
 
 def _logits(model: KimiK3Model, tokens: torch.Tensor) -> torch.Tensor:
-    """[L, vocab] of one sequence, by the rules of section 2.1 of the notes."""
+    """[L, vocab] of one sequence, blocks and sources counted by formula."""
     naive, config = oracle("fla.ops.attnres.naive").naive_attnres, model.config
 
     def mix(sources: list[torch.Tensor], res: Any, norm: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,8 @@ def _logits(model: KimiK3Model, tokens: torch.Tensor) -> torch.Tensor:
 
 def _model(config: KimiK3Config, *, dtype: torch.dtype = torch.float32, **options: Any) -> KimiK3Model:
     return KimiK3Model(
-        config, TensorParallel(), seed=3, dtype=dtype, num_blocks=32, block_size=4, max_requests=3, max_query_len=4, **options
+        config, TensorParallel(), seed=3, dtype=dtype, num_blocks=32, block_size=4, max_requests=3, max_query_len=4,
+        **options,
     )  # fmt: skip
 
 

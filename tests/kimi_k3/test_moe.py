@@ -1,5 +1,5 @@
-"""The feed-forward parts: routing against transformers, SiTU and whole layers against fp64 sums over all experts that are
-written out here (reading notes, section 2.4), on one rank and on several."""
+"""The feed-forward parts: routing against transformers, SiTU and whole layers against fp64 sums over all experts that
+are written out here, on one rank and on several."""
 
 from __future__ import annotations
 

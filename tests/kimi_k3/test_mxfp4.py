@@ -113,8 +113,8 @@ def test_nearest_and_ties_to_even(value: float, expected: float) -> None:
 
 @pytest.mark.parametrize("largest", [1.0, 1.9999, 2.0, 3.0, 3.9999, 4.0, 5.9, 6.0, 7.9999, 8.0, 1e-30, 1e30, 0.3, -5.0])
 def test_scale_is_that_of_the_largest(largest: float) -> None:
-    """Section 6.3: 2^(floor(log2 max |v|) - 2), since 4 = 2^2 is the largest power of two among the elements. So what lies
-    between 6 and 8 of them saturates."""
+    """Section 6.3: 2^(floor(log2 max |v|) - 2), since 4 = 2^2 is the largest power of two among the elements. So what
+    lies between 6 and 8 of them saturates."""
     out = quantise(_block(0.01 * largest, largest, -0.9 * largest))
     exponent = math.floor(math.log2(abs(largest))) - 2
     assert out.scales.tolist() == [[127 + exponent]]
