@@ -256,6 +256,17 @@ def test_what_came_before_counts() -> None:
     assert rel_err(second, first) > 0.05
 
 
+def test_random_weights_have_slow_and_fast_channels() -> None:
+    """Of a token without input: where all decayed alike, or at once, a state that is mixed up would pass."""
+    w = KDAWeights.random(KimiK3Config.tiny(), TensorParallel(), key=("decay",), dtype=torch.float32)
+    kept = kda_gate(torch.zeros_like(w.dt_bias), w.A_log, w.dt_bias, -5.0).exp()
+    assert kept.min() < 0.4
+    assert kept.max() > 0.95
+    # Between heads, and between the channels of a head.
+    assert kept.mean(1).std() > 0.05
+    assert kept.std(1).mean() > 0.05
+
+
 # -- what is kept
 
 
