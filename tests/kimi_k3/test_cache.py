@@ -254,7 +254,7 @@ def test_append_writes_its_slots_and_nothing_else() -> None:
     cache = LatentCache(3, 4, 2, torch.bfloat16)
     assert cache.blocks.shape == (3, 4, 2) and cache.blocks.isnan().all()  # an early read must show
     assert cache.num_bytes == 3 * 4 * 2 * 2
-    rows = torch.tensor([[1.0, 2.0], [torch.nan, torch.nan], [5.0, 6.0]])  # fp32, rounded on the way
+    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])  # fp32, rounded on the way
     cache.append(rows, torch.tensor([9, -1, 3]))
     flat = cache.blocks.flatten(0, 1)
     assert flat[9].tolist() == [1, 2] and flat[3].tolist() == [5, 6]
