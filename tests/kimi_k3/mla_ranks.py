@@ -1,4 +1,4 @@
-"""What the ranks of the MLA tests run: decode steps of one layer, with any DCP size over the same tensor-parallel ranks.
+"""What the ranks of the MLA tests run: decode steps of one layer, with any DCP size over the same ranks.
 
 Rank processes import this module, so it imports no oracle.
 """
@@ -31,8 +31,8 @@ class Step(NamedTuple):
 
 
 class Case(NamedTuple):
-    """`workspace` False: none, which is DCP size 1. `rude`: an attention whose rows that see nothing hold garbage, in the
-    LSE too, as kernels leave it."""
+    """`workspace` False: none, which is DCP size 1. `rude`: an attention whose rows that see nothing hold garbage, in
+    the LSE too, as kernels leave it."""
 
     dcp_size: int
     interleave: int = 1
@@ -118,8 +118,8 @@ def run_cases(
 def run_lengths(
     group: dist.ProcessGroup, config: KimiK3Config, lengths: Sequence[int], cases: Sequence[Case]
 ) -> list[torch.Tensor]:
-    """[len(lengths), hidden] of each case: the next token of contexts of so many tokens, whose rows are put straight into
-    the caches, the same ones whatever the sharding."""
+    """[len(lengths), hidden] of each case: the next token of contexts of so many tokens, whose rows are put straight
+    into the caches, the same ones whatever the sharding."""
     tp = TensorParallel.of(group)
     groups = make_dcp_groups(tp, {case.dcp_size for case in cases if case.workspace})
     weights = MLAWeights.random(config, tp, key="layer", dtype=torch.float32)

@@ -35,7 +35,7 @@ def make_problem(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Problem:
-    """Requests whose rows see lens[s] tokens each. The cache is NaN but for those tokens; so is the query of padding."""
+    """Requests whose rows see lens[s] tokens each. All else in the cache is NaN, and so is the query of padding."""
     generator = torch.Generator().manual_seed(seed)
     query_dim = dims[0]
     needs = [-(-max(rows) // block_size) for rows in lens]
@@ -141,6 +141,9 @@ MIXED = [
     [126, 127, 128, 128, 129],
     [64],
     [511, 512, 513],
+    # Of the same number of rows, and ahead of it by its first row, not by its last: its newest tokens are elsewhere.
+    [512, 512, 512],
+    [0, 0, 0],
 ]
 
 
@@ -164,8 +167,8 @@ def test_every_row_sees_its_own_number_of_tokens() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("order", ["consecutive", "shuffled"])
 def test_16_bits(dtype: torch.dtype, order: str) -> None:
-    """All is computed in fp32 from what the cache holds, and rounded once: half a unit in the last place of each element
-    on top of what fp32 is allowed."""
+    """All is computed in fp32 from what the cache holds, and rounded once: half a unit in the last place on top of what
+    fp32 is allowed."""
     for lens in (MIXED, [[1025]], [[300, 301]]):
         check(make_problem(lens, padding=2, order=order, dtype=dtype))
 
@@ -178,8 +181,8 @@ def test_dims_of_the_model() -> None:
 
 @pytest.mark.parametrize("top", [80, 500])
 def test_large_scores(top: int) -> None:
-    """|score| around 80, where exp is at the end of fp32, and far beyond. fp32 scores are wrong by 2^-24 of what they add
-    up, in all some tens of 2^-24 |score|, and weights by as much, relatively."""
+    """|score| around 80, where exp is at the end of fp32, and far beyond. fp32 scores are wrong by 2^-24 of what they
+    add up, in all some tens of 2^-24 |score|, and weights by as much, relatively."""
     problem = make_problem(MIXED, padding=1, seed=3)
     largest = max(
         float((q @ k.T).abs().max()) for q, k in zip(problem.query.double(), problem.keys, strict=False) if len(k)
@@ -190,8 +193,8 @@ def test_large_scores(top: int) -> None:
 
 @pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
 def test_scores_that_rise_or_fall_along_the_context(falling: bool) -> None:
-    """Every chunk has a larger score than the one before, so that what was added up is scaled down, by a lot; or none has.
-    Then no weight may come out larger than 1."""
+    """Every chunk has a larger score than the one before, so that what was added up is scaled down, by a lot; or none
+    has. Then no weight may come out larger than 1."""
     problem = make_problem([[1300], [1299, 1300]], seed=4)
     problem.query[..., 39] = 1.0
     ramp = torch.linspace(0, 60, 1300).sub(30) * (-1 if falling else 1)
@@ -275,9 +278,9 @@ def test_a_strided_query() -> None:
 
 @pytest.mark.parametrize("spread", [0.3, 3.0], ids=["nearly even weights", "some tokens matter"])
 def test_the_error_does_not_grow_with_the_length(spread: float) -> None:
-    """Of contexts of 1 .. 120,000 tokens: the largest error relative to the largest element is within the same few units
-    of fp32. It is so only if chunks are summed on their own and then added up: adding product after product to one sum
-    is wrong by 5e-5 here."""
+    """Of contexts of 1 .. 120,000 tokens: the largest error relative to the largest element is within the same few
+    units of fp32. It is so only if chunks are summed on their own and then added up: adding product after product to one
+    sum is wrong by 5e-5 here."""
     errors = {}
     for length in (1, 10, 100, 1_000, 10_000, 120_000):
         generator = torch.Generator().manual_seed(length)

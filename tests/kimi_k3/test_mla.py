@@ -34,8 +34,8 @@ SIX_HEADS = KimiK3Config.tiny(num_heads=6)
 # The model's own dims, but for the number of heads, and layers and experts that are not used here.
 REAL_DIMS = KimiK3Config(num_heads=4)
 
-# Requests that grow to 494, 77, 3 and 6 tokens: a prompt in two steps, so that runs of 64 reach all of 8 ranks; drafts; a
-# request whose tokens fit on fewer ranks than there are; steps that leave requests out; padding, once alone.
+# Requests that grow to 494, 77, 3 and 6 tokens: a prompt in two steps, so that runs of 64 reach all of 8 ranks; drafts;
+# a request whose tokens fit on fewer ranks than there are; steps that leave requests out; padding, once alone.
 STEPS = [
     Step((180, 70, 1, 0)),
     Step((220, 1, 0, 2), 3),
@@ -59,7 +59,7 @@ def oracle(name: str) -> ModuleType:
 
 
 class Unabsorbed:
-    """KimiLinearAttention in eager mode under a causal mask, with the weights of the layer; then the gate and o_proj."""
+    """KimiLinearAttention in eager mode under a causal mask, with the layer's weights; then the gate and o_proj."""
 
     def __init__(self, config: KimiK3Config, dtype: torch.dtype = torch.float32) -> None:
         kimi = oracle("transformers.models.kimi_linear.modeling_kimi_linear")
@@ -159,8 +159,8 @@ def test_the_scale_is_that_of_heads_before_absorption() -> None:
 
 
 def test_the_epsilon_of_the_latent_norms() -> None:
-    """1e-6 in the publisher's code and in transformers, while the model's config says 1e-5. Latents of unit variance do not
-    tell the two apart; small ones do."""
+    """1e-6 in the publisher's code and in transformers, while the model's config says 1e-5. Latents of unit variance
+    hardly tell the two apart; small ones do."""
     x = hidden_states(TINY, 0, 30, 0, torch.float32)
     with_1e5 = dataclasses.replace(TINY, latent_norm_eps=1e-5)
     reference = Unabsorbed(TINY)
@@ -197,7 +197,7 @@ def test_rejected_drafts_are_forgotten() -> None:
 
 @pytest.mark.parametrize("with_workspace", [False, True])
 def test_padding_gives_zeros(with_workspace: bool) -> None:
-    """Of an input that is finite, whatever attention left in rows that see nothing. So both ways of DCP size 1 agree."""
+    """Of a finite input, whatever attention left in rows that see nothing. So both ways of DCP size 1 agree."""
 
     def attention(query: torch.Tensor, blocks: torch.Tensor, batch: Any, **options: Any) -> Any:
         out, lse = local_attention(query, blocks, batch, **options)
