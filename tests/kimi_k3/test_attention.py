@@ -279,7 +279,7 @@ def test_a_strided_query() -> None:
 @pytest.mark.parametrize("spread", [0.3, 3.0], ids=["nearly even weights", "some tokens matter"])
 def test_the_error_does_not_grow_with_the_length(spread: float) -> None:
     """Of contexts of 1 .. 120,000 tokens: the largest error relative to the largest element is within the same few
-    units of fp32. It is so only if chunks are summed on their own and then added up: adding product after product to one
+    units of fp32. It is so only if chunks are summed on their own and then added up: adding product by product to one
     sum is wrong by 5e-5 here."""
     errors = {}
     for length in (1, 10, 100, 1_000, 10_000, 120_000):
