@@ -53,9 +53,12 @@ class MXFP4Tensor:
 
 def quantise(tensor: torch.Tensor) -> MXFP4Tensor:
     """The nearest elements (ties to even) under the scale 2^(floor(log2 of the block's largest magnitude) - 2), section 6.3
-    of the specification; larger ones saturate. [..., n] with n a multiple of 32, finite."""
+    of the specification; larger ones saturate. [..., n] with n a multiple of 32. Raises DcpInvalidArgument for another n, NaN or
+    infinity."""
     if tensor.shape[-1] % BLOCK:
         raise DcpInvalidArgument(f"mxfp4: the last dim must be a multiple of {BLOCK} (got {tensor.shape[-1]})")
+    if not bool(torch.isfinite(tensor).all()):
+        raise DcpInvalidArgument("mxfp4: the tensor must be finite (it holds NaN or infinity)")
     blocks = tensor.double().unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     exponent = torch.frexp(largest).exponent - 1 - _TOP_EXPONENT  # frexp's mantissa is in [0.5, 1)
@@ -64,5 +67,5 @@ def quantise(tensor: torch.Tensor) -> MXFP4Tensor:
     # How many midpoints lie below; a tie goes up where that gives an even number.
     below, to = (torch.bucketize(magnitude, _MIDPOINTS.double(), right=right) for right in (False, True))
     code = torch.where(to % 2 == 0, to, below)
-    code = (code + 8 * (blocks < 0)).flatten(-2).to(torch.uint8)
+    code = (code + 8 * blocks.signbit()).flatten(-2).to(torch.uint8)
     return MXFP4Tensor(code[..., 0::2] | code[..., 1::2] << 4, (exponent.squeeze(-1) + _BIAS).to(torch.uint8))

@@ -203,3 +203,11 @@ def test_scales_that_do_not_fit(packed: tuple[int, ...], scales: tuple[int, ...]
 def test_a_last_dim_that_is_not_of_blocks() -> None:
     with pytest.raises(DcpInvalidArgument, match=r"the last dim must be a multiple of 32 \(got 48\)"):
         quantise(torch.zeros(2, 48))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_has_no_scale_is_refused(value: float) -> None:
+    tensor = torch.zeros(2, 32)
+    tensor[1, 5] = value
+    with pytest.raises(DcpInvalidArgument, match="mxfp4: the tensor must be finite"):
+        quantise(tensor)
