@@ -7,11 +7,7 @@ How the sharded layer differs in bf16 is in test_mla_error.py; here is fp32, whe
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import os
-import warnings
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +21,7 @@ from dcpkernels.kimi_k3.config import KimiK3Config
 from dcpkernels.kimi_k3.mla import MLALayer, MLAWeights, workspace_config
 from dcpkernels.kimi_k3.parallel import TensorParallel
 from dcpkernels.testing import ThreadGroup, run_ranks
+from tests.kimi_k3.conftest import oracle
 from tests.kimi_k3.mla_ranks import Case, Step, hidden_states, run_cases, run_lengths, run_steps
 
 FP32 = 1e-5  # of each row's largest element
@@ -44,18 +41,6 @@ STEPS = [
     Step((90, 4, 0, 1), 1),
     Step((3, 1, 1, 2), 5),
 ]
-
-
-def oracle(name: str) -> ModuleType:
-    """A module of the extra packages that the layers are compared with."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # fla, which transformers imports: no Triton on a CPU
-            return importlib.import_module(name)
-    except ImportError as error:
-        if os.environ.get("DCPKERNELS_REQUIRE_ORACLES") == "1":
-            pytest.fail(f"{name} must be there: {error}")
-        pytest.skip(f"needs {name}")
 
 
 class Unabsorbed:
