@@ -38,7 +38,8 @@ def child(*arguments: str, **environment: str) -> str:
     kept = {name: value for name, value in os.environ.items() if name not in _SETS}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *arguments],
-        cwd=ROOT, env={**kept, "PYTHONPATH": str(ROOT), **environment}, capture_output=True, text=True, timeout=400,
+        cwd=ROOT, env={**kept, "PYTHONPATH": str(ROOT), **environment},
+        check=False, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

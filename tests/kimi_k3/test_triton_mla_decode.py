@@ -251,7 +251,7 @@ def refused() -> None:
         arguments = {**make([[5]])._asdict(), "scale": SCALE, "value_dim": 32, "out": out, "lse": lse, **change}
         with pytest.raises(DcpInvalidArgument) as caught:
             mla_decode(**arguments)
-        assert str(caught.value) == f"mla_decode: {text}"
+        assert str(caught.value) == f"mla_decode: {text}", caught.value
         assert (out == 7).all() and (lse == 7).all(), "something was written"
 
 

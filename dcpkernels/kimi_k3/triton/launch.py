@@ -37,7 +37,7 @@ def require_tensors(op: str, tensors: Iterable[tuple[str, Any, tuple[int, ...] |
             require(op, value.dim() == shape, f"{name} must have {shape} dims", list(value.shape))
         else:
             require(op, tuple(value.shape) == shape, f"{name} must have shape {list(shape)}", list(value.shape))
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
         require(op, value.dtype in dtypes, f"{name} must be {names}", str(value.dtype).removeprefix("torch."))
         device = value.device if device is None else device
         require(op, value.device == device, f"{name} must be on {device}, as the others", value.device)
