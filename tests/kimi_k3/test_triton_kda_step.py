@@ -122,6 +122,16 @@ def against_fla(**arguments: Any) -> None:
     check(make(**arguments))
 
 
+@case("queries and keys next to nothing")
+def small() -> None:
+    """Where the epsilon, added to the sum of squares and not to their mean, decides; and none at all."""
+    inputs = make([2, 2])
+    for name in ("q", "k"):
+        inputs[name] *= 1e-3
+        inputs[name][3] = 0
+    check(inputs)
+
+
 @case("in place")
 def in_place() -> None:
     """Each request's state is read and written where it is."""

@@ -97,14 +97,18 @@ def check(inputs: Inputs, *, value_dim: int = 32, scale: float = SCALE, **option
     from dcpkernels.kimi_k3.triton.mla_decode import mla_decode
 
     out, lse = mla_decode(*inputs, scale=scale, value_dim=value_dim, **options)
-    expected = truth(inputs, value_dim, scale)
-    assert out.dtype == inputs.query.dtype and lse.dtype == torch.float32
+    assert out.dtype == inputs.query.dtype
+    compare(out, lse, truth(inputs, value_dim, scale))
+
+
+def compare(out: torch.Tensor, lse: torch.Tensor, expected: Truth) -> None:
+    assert lse.dtype == torch.float32
     empty = expected.lse == -math.inf
     assert torch.equal(lse == -math.inf, empty), "which rows are empty"
     assert (out[empty] == 0).all(), "empty rows are 0"
     lse_error = (lse.double() - expected.lse)[~empty].abs() / (1 + expected.lse[~empty].abs())
     assert lse_error.numel() == 0 or lse_error.max() < FP32, f"lse: {lse_error.max()}"
-    ulp = ULP[inputs.query.dtype]
+    ulp = ULP[out.dtype]
     bound = ulp * expected.out.abs() + (ulp + FP32) * expected.size + 1e-30
     over = (out.double() - expected.out).abs() / bound
     assert over.numel() == 0 or over.max() <= 1, f"out: {over.max()} of the bound"
@@ -119,10 +123,27 @@ MIXED = [[0], [1], [0, 1, 2], [], [15, 16, 17], [150, 151, 151]]
 @case("block size 16, one split", block_size=16, num_splits=1)
 @case("block size 64, four splits", block_size=64, num_splits=4)
 @case("block size 7, three splits", block_size=7, num_splits=3)
-@case("64 splits, most of them empty", block_size=16, num_splits=64)
 def rows_of_all_kinds(block_size: int, num_splits: int | None = None) -> None:
     """Empty, one key, around a block, several tiles; a request without rows; rows of a request that see unlike many."""
     check(make(MIXED, block_size=block_size, padding=2), num_splits=num_splits)
+
+
+@case("64 splits, most of them empty")
+def empty_splits() -> None:
+    check(make([[600], [1], [0]], num_heads=1, padding=1), num_splits=64)
+
+
+@case("tiles of other GPUs", tile=(16, 16))
+@case("tiles of other GPUs, 32 heads", tile=(32, 16))
+def tiles(tile: tuple[int, int]) -> None:
+    """The interpreter has a CUDA GPU's otherwise."""
+    from dcpkernels.kimi_k3.triton import mla_decode
+
+    inputs = make([[40], [16, 17]], num_heads=33, padding=1)
+    out, lse = torch.empty(4, 33, 32), torch.empty(4, 33)
+    for launch in mla_decode.launches(*inputs, SCALE, 32, 2, out, lse, mla_decode.Tile(*tile, 4, 1)):
+        launch.run()
+    compare(out, lse, truth(inputs, 32))
 
 
 @case("1 head", num_heads=1)
@@ -140,7 +161,8 @@ def heads_that_do_not_fill_a_tile(num_heads: int) -> None:
 @case("Kimi-K3, 96 heads, bf16", num_heads=96, dtype=torch.bfloat16)
 @case("Kimi-K3, 12 heads, fp16", num_heads=12, dtype=torch.float16)
 def kimi_k3(num_heads: int, dtype: torch.dtype) -> None:
-    inputs = make([[70], [4, 5]], num_heads=num_heads, dims=(512, 64), block_size=64, dtype=dtype, padding=1)
+    lens = [[70], [4, 5]] if num_heads < 96 else [[70]]
+    inputs = make(lens, num_heads=num_heads, dims=(512, 64), block_size=64, dtype=dtype, padding=num_heads < 96)
     check(inputs, value_dim=512, scale=192**-0.5, num_splits=2)
 
 
@@ -151,7 +173,7 @@ def odd_dims() -> None:
 
 @case("more requests than are searched at once")
 def many_requests() -> None:
-    check(make([[1 + s % 3] if s % 5 else [] for s in range(150)], num_heads=1, padding=1), num_splits=1)
+    check(make([[1 + s % 3] if s % 5 == 0 else [] for s in range(150)], num_heads=1, padding=1), num_splits=1)
 
 
 @case("large scores")
