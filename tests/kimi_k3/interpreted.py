@@ -1,6 +1,6 @@
 """Cases of the Triton kernels that run in Triton's interpreter: in one child process for each module. TRITON_INTERPRET
-decides what a kernel is when it is defined, Triton's own tl.sum and the like included, so it has to be set before triton
-is imported for the first time; other tests of this process compile their kernels.
+decides what a kernel is when it is defined, Triton's own tl.sum and the like included, so it has to be set before
+triton is imported for the first time; other tests of this process compile their kernels.
 
 A module of cases has CASES, a dict of functions by name, and imports no kernel before one of them runs.
 """
@@ -54,7 +54,7 @@ def run_cases(module: str) -> dict[str, str]:
 def _passes(case: Callable[[], None]) -> str:
     try:
         case()
-    except Exception:
+    except Exception:  # noqa: BLE001  reported by the test of the case
         return traceback.format_exc(limit=-6)
     return ""
 

@@ -1,5 +1,5 @@
-"""The Triton kernels compiled for five GPUs that are not here, as launches in the shapes of Kimi-K3: no register is spilled,
-shared memory is enough, attention is on matrix units. And nothing but the kernels needs triton."""
+"""The Triton kernels compiled for five GPUs that are not here, as launches in the shapes of Kimi-K3: no register is
+spilled, shared memory is enough, attention is on matrix units. And nothing but the kernels needs triton."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ ARCHS = ("sm_90", "sm_100", "sm_103", "gfx942", "gfx950")
 # bf16. wgmma and tcgen05 take 64 rows and more, and a tile has 16 or 32 heads.
 MATRIX_UNITS = {"sm_90": {"mma.sync"}, "sm_100": {"mma.sync"}, "sm_103": {"mma.sync"},
                 "gfx942": {"v_mfma_f32_16x16x16_bf16", "v_mfma_f32_32x32x8_bf16"},
-                "gfx950": {"v_mfma_f32_16x16x16_bf16", "v_mfma_f32_16x16x32_bf16", "v_mfma_f32_32x32x16_bf16"}}  # fmt: skip
+                "gfx950": {"v_mfma_f32_16x16x16_bf16", "v_mfma_f32_16x16x32_bf16",
+                           "v_mfma_f32_32x32x16_bf16"}}  # fmt: skip
 
 COMPILE = """
 import json
 from dcpkernels.kimi_k3.triton import compile as c
 print(json.dumps({arch: {name: {**c.resources(launch, arch)._asdict(), "limit": c.SHARED_LIMITS[arch]}
-                         for name, launch in c.launches(target.backend).items()} for arch, target in c.TARGETS.items()}))
+                         for name, launch in c.launches(target.backend).items()}
+                  for arch, target in c.TARGETS.items()}))
 """
 
 # Two that cannot fit: 128 heads in the registers of four warps, and tiles of 128 keys in the LDS of a gfx942.
@@ -79,6 +81,7 @@ def test_only_the_kernels_need_triton() -> None:
     imports += "for name in dcpkernels.__all__ + list(getattr(dcpkernels.kimi_k3, '__all__', ())):\n"
     imports += "    getattr(dcpkernels if hasattr(dcpkernels, name) else dcpkernels.kimi_k3, name)\n"
     assert child("-c", imports + "print('triton' in sys.modules)").split() == ["False"]
-    assert child("-c", "import sys; sys.modules['triton'] = None\n" + imports + "print(sys.modules['triton'])").split() == ["None"]
+    blocked = "import sys; sys.modules['triton'] = None\n"
+    assert child("-c", blocked + imports + "print(sys.modules['triton'])").split() == ["None"]
     with pytest.raises(AssertionError, match="import of triton halted"):
-        child("-c", "import sys; sys.modules['triton'] = None\nimport dcpkernels.kimi_k3.triton.mla_decode")
+        child("-c", blocked + "import dcpkernels.kimi_k3.triton.mla_decode")

@@ -38,7 +38,7 @@ def make(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """counts[s] tokens of request s. Request 0 starts fresh, s from state s; behind row t the state goes to place 6 + t. All
+    """counts[s] tokens of request s. Request 0 starts fresh, s from state s; behind row t the state goes to 6 + t. All
     other states, and padding rows, are NaN; q and k are not of unit length."""
     generator = torch.Generator().manual_seed(seed)
     (key_dim, value_dim), num_rows = dims, sum(counts)
@@ -152,7 +152,7 @@ def skipped() -> None:
 
 @case("a rejected draft")
 def rejected_draft() -> None:
-    """The state behind token j is, to the bit, that of a step with j + 1 tokens; and a next step can start from there."""
+    """The state behind token j is, to the bit, that of a step with j + 1 tokens; a next step can start from it."""
     from dcpkernels.kimi_k3.triton.kda_step import kda_step
 
     all_tokens = make([1, 4])
@@ -165,7 +165,7 @@ def rejected_draft() -> None:
         assert torch.equal(kda_step(**fewer), out[: 2 + j])
         assert torch.equal(fewer["states"][7 + j], all_tokens["states"][7 + j])
 
-    # Tokens 2 and 3 rejected: the step after token 1, written elsewhere, is token 2 of the draft when it has its inputs.
+    # Tokens 2 and 3 rejected: a step from behind token 1, with the inputs of token 2, is token 2.
     again = make([1, 4])
     for name in ("q", "k", "v", "f", "b"):
         again[name] = again[name][3:4]

@@ -1,5 +1,5 @@
-"""mla_decode in Triton's interpreter, against attention in fp64 that shares no code with it: keys are collected one by one
-through the block table, and softmax is torch's.
+"""mla_decode in Triton's interpreter, against attention in fp64 that shares no code with it: keys are collected one by
+one through the block table, and softmax is torch's.
 
 The interpreter truncates fp32 to bfloat16, where a GPU rounds: a bf16 result is off by up to an ulp, and each weight in
 front of the second product by an ulp of itself. The bound below is those two and fp32's share.
@@ -68,7 +68,8 @@ def make(
     query = torch.full((len(rows) + padding, num_heads, sum(dims)), math.nan)
     query[: len(rows)] = torch.randn(len(rows), num_heads, sum(dims), generator=generator)
     starts = torch.tensor([0, *map(len, lens)]).cumsum(0).to(torch.int32)
-    return Inputs(query.to(dtype), cache.to(dtype), tables, starts, torch.tensor(rows + [9] * padding, dtype=torch.int32))
+    local_lens = torch.tensor(rows + [9] * padding, dtype=torch.int32)
+    return Inputs(query.to(dtype), cache.to(dtype), tables, starts, local_lens)
 
 
 class Truth(NamedTuple):
@@ -178,9 +179,9 @@ def many_requests() -> None:
 
 @case("large scores")
 def large_scores() -> None:
-    """Of several hundred, in ascending order: without the maximum taken off they overflow, and each tile has a larger one."""
+    """Of hundreds, in ascending order: without the maximum taken off they overflow. Tiles have ever larger ones."""
     inputs = make([[100]])
-    key = inputs.cache[inputs.block_tables[0, 0], 0]
+    key = inputs.cache[inputs.block_tables[0, 0], 0].clone()
     for p in range(100):
         inputs.cache[inputs.block_tables[0, p // 16], p % 16] = key * (p / 10)
     inputs.query[0] = key * 8

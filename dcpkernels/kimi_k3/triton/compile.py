@@ -26,6 +26,7 @@ TARGETS = {
 }
 # Shared memory (LDS) that a program may have, in bytes.
 SHARED_LIMITS = {"sm_90": 227 << 10, "sm_100": 227 << 10, "sm_103": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
+_MANY_BLOCKS = 1 << 16  # of 64 tokens: 4.8 GB of bf16 in one layer
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 
 
@@ -40,14 +41,15 @@ class Resources(NamedTuple):
     matrix_units: tuple[str, ...]  # matrix instructions in it
 
 
-def _mla(num_heads: int, dtype: torch.dtype, backend: str) -> list[Launch]:
+def _mla(num_heads: int, dtype: torch.dtype, backend: str, num_blocks: int = _MANY_BLOCKS) -> list[Launch]:
     config = KimiK3Config()
     num_rows, num_seqs, max_blocks = 8, 4, 240
     query = torch.empty(num_rows, num_heads, config.latent_dim, dtype=dtype, device="meta")
     ints = {"dtype": torch.int32, "device": "meta"}
     return mla_decode.launches(
-        query, query.new_empty(1024, 64, config.latent_dim), torch.empty(num_seqs, max_blocks, **ints),
-        torch.empty(num_seqs + 1, **ints), torch.empty(num_rows, **ints), config.softmax_scale, config.kv_lora_rank, None,
+        query, query.new_empty(num_blocks, 64, config.latent_dim), torch.empty(num_seqs, max_blocks, **ints),
+        torch.empty(num_seqs + 1, **ints), torch.empty(num_rows, **ints), config.softmax_scale, config.kv_lora_rank,
+        None,
         query.new_empty(num_rows, num_heads, config.kv_lora_rank),
         query.new_empty(num_rows, num_heads, dtype=torch.float32),
         mla_decode.choose_tile(num_heads, query.element_size(), backend),
@@ -82,9 +84,11 @@ def launches(backend: str) -> dict[str, Launch]:
 
 
 def compile_for(launch: Launch, arch: str) -> Any:
-    """Triton's compiled kernel. Arguments are specialized on as a launch does it: multiples of 16, and the integer 1."""
+    """Triton's compiled kernel. Arguments are specialized on as a launch does it: multiples of 16, the integer 1, small
+    tensors."""
     require("compile", not triton.knobs.runtime.interpret, "TRITON_INTERPRET must not be set", "1")
     signature, attributes, constants = {}, {}, dict(launch.constants)
+    is_hip = TARGETS[arch].backend == "hip"
     by_run_time = [p for p in launch.kernel.params if p.name not in launch.constants]
     for parameter, value in zip(by_run_time, launch.args, strict=True):
         special = not parameter.do_not_specialize
@@ -96,9 +100,14 @@ def compile_for(launch: Launch, arch: str) -> Any:
             constants[parameter.name] = value
         else:
             signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-        # Of a pointer: torch aligns what it allocates.
+        # Of a pointer: torch aligns what it allocates. AMD: a tensor below 2 GiB is accessed by 32-bit offsets.
+        known = []
         if special and (isinstance(value, torch.Tensor) or isinstance(value, int) and value % 16 == 0):
-            attributes[(parameter.num,)] = [["tt.divisibility", 16]]
+            known.append(["tt.divisibility", 16])
+        if is_hip and isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() < 2**31:
+            known.append(["tt.pointer_range", 32])
+        if known:
+            attributes[(parameter.num,)] = known
     signature |= dict.fromkeys(constants, "constexpr")
     ordered = {name: signature[name] for name in launch.kernel.arg_names}
     source = ASTSource(launch.kernel, ordered, constants, attributes)

@@ -78,14 +78,14 @@ def kda_kernel(
                 q_row = tl.load(q + row * q_stride_t + head * q_stride_h + key, mask=is_key, other=0.0).to(tl.float32)
                 k_row = tl.load(k + row * k_stride_t + head * k_stride_h + key, mask=is_key, other=0.0).to(tl.float32)
                 f_row = tl.load(f + row * f_stride_t + head * f_stride_h + key, mask=is_key, other=0.0).to(tl.float32)
-                v_row = tl.load(v + row * v_stride_t + head * v_stride_h + value, mask=is_value, other=0.0).to(tl.float32)
+                v_row = tl.load(v + row * v_stride_t + head * v_stride_h + value, mask=is_value, other=0.0)
                 beta = tl.sigmoid(tl.load(b + row * b_stride_t + head * b_stride_h).to(tl.float32))
                 q_row *= scale / tl.sqrt(tl.sum(q_row * q_row, 0) + l2_eps)
                 k_row *= 1.0 / tl.sqrt(tl.sum(k_row * k_row, 0) + l2_eps)
                 decay = tl.exp(lower_bound * tl.sigmoid(rate * (f_row + bias)))
 
                 state *= decay[None, :]
-                error = beta * (v_row - tl.sum(state * k_row[None, :], 1))
+                error = beta * (v_row.to(tl.float32) - tl.sum(state * k_row[None, :], 1))
                 state += error[:, None] * k_row[None, :]
                 o_row = tl.sum(state * q_row[None, :], 1)
                 tl.store(out_at + row * out_stride_t, o_row.to(out.dtype.element_ty), mask=is_value)
@@ -127,8 +127,7 @@ def kda_step(
         states: fp32 [num_states, H, V, K], S^T of each head; contiguous but for the first dim. Read and written.
         state_in: int64 [S], contiguous: the state that each request starts from; negative: zeros.
         state_out: int64 [T], contiguous: where the state behind each row goes. Negative: the row is padding; it leaves
-            the state as it is, and has output 0. A place that one request writes must not be another's, read or written;
-            to read and write the same place is in order.
+            the state as it is, and has output 0. A place that one request writes, no other may read or write.
         query_start_loc: int32 [S + 1], contiguous. Rows query_start_loc[s] .. query_start_loc[s + 1] - 1 are request
             s's; rows from query_start_loc[S] on are padding and have output 0.
         out: [T, H, V] in v's dtype or fp32, unit stride in the last dim; allocated in v's dtype when None.
@@ -143,7 +142,8 @@ def kda_step(
     if out is None:
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
     if out.numel() > 0:
-        launch(q, k, v, f, b, A_log, dt_bias, states, state_in, state_out, query_start_loc, out, lower_bound, l2_eps).run()
+        gates, places = (f, b, A_log, dt_bias), (states, state_in, state_out, query_start_loc)
+        launch(q, k, v, *gates, *places, out, lower_bound, l2_eps).run()
     return out
 
 
@@ -196,11 +196,12 @@ def _check(
                          ("state_in", state_in, 1, int64)])  # fmt: skip
     num_rows, num_heads, key_dim = q.shape
     value_dim = v.shape[2]
-    keys, values, state_shape = (num_rows, num_heads, key_dim), (num_rows, num_heads, value_dim), (num_heads, value_dim, key_dim)
+    keys, values = (num_rows, num_heads, key_dim), (num_rows, num_heads, value_dim)
     require_tensors(OP, [
         ("q", q, keys, floats), ("k", k, keys, floats), ("v", v, values, floats), ("f", f, keys, floats),
         ("b", b, (num_rows, num_heads), floats), ("A_log", A_log, (num_heads,), fp32),
-        ("dt_bias", dt_bias, (num_heads, key_dim), fp32), ("states", states, (len(states), *state_shape), fp32),
+        ("dt_bias", dt_bias, (num_heads, key_dim), fp32),
+        ("states", states, (len(states), num_heads, value_dim, key_dim), fp32),
         ("state_out", state_out, (num_rows,), int64),
         ("query_start_loc", query_start_loc, (len(state_in) + 1,), (torch.int32,)),
         *([] if out is None else [("out", out, values, (v.dtype, torch.float32))]),

@@ -1,4 +1,5 @@
-"""A launch as a value: what runs it and what compiles it for an absent GPU see the same arguments. Imports no triton."""
+"""A launch as a value: what runs it and what compiles it for an absent GPU see the same arguments. Imports no
+triton."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def require(op: str, holds: bool, rule: str, given: object) -> None:
         raise DcpInvalidArgument(f"{op}: {rule} (got {given})")
 
 
-def require_tensors(op: str, tensors: Iterable[tuple[str, Any, tuple[int, ...] | int, tuple[torch.dtype, ...]]]) -> None:
+def require_tensors(
+    op: str, tensors: Iterable[tuple[str, Any, tuple[int, ...] | int, tuple[torch.dtype, ...]]]
+) -> None:
     """Each entry: name, value, its shape (or number of dims), its allowed dtypes. All on the first one's device."""
     device = None
     for name, value, shape, dtypes in tensors:
