@@ -241,7 +241,7 @@ def test_setup_imports_no_torch() -> None:
 
 def test_metadata() -> None:
     about = importlib.metadata.metadata("dcpkernels")
-    assert set(about.get_all("Provides-Extra")) == {"cli", "cuda", "hip", "mpi", "triton", "test"}
+    assert set(about.get_all("Provides-Extra")) == {"cli", "cuda", "hip", "mpi", "triton", "oracles", "test"}
     needed = [text for text in about.get_all("Requires-Dist") if "extra ==" not in text]
     assert {re.match(r"[\w-]+", text)[0] for text in needed} == {"torch", "numpy"}
     (script,) = importlib.metadata.distribution("dcpkernels").entry_points.select(group="console_scripts")
