@@ -149,6 +149,8 @@ def test_a_request_that_cannot_be_served(args: list[str], text: str, capsys: pyt
         (["demo", "--help"], 0, "--interleave"),
         ([], 2, "COMMAND"),
         (["demo", "--ranks", "0"], 2, "must be at least 1 (got 0)"),
+        (["demo", "--seed", "99999999999"], 2, "must be in 0 .. 2**31 - 1"),
+        (["demo", "--min-ratio", "nan"], 2, "must be a finite number of at least 0 (got nan)"),
         (["bench", "a2a_lse_reduce", "--help"], 0, "max_err_over_bound"),
         (["bench", "a2a_lse_reduce", "--tokens", "1,x"], 2, "invalid list of count value"),
         (["bench", "a2a_lse_reduce", "--ranks", "2,0"], 2, "must be at least 1 (got 0)"),

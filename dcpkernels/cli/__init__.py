@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dcpkernels import __version__
 from dcpkernels.cli import bench_parser
-from dcpkernels.cli.parsing import count
+from dcpkernels.cli.parsing import count, ratio, seed
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
 
 DEFAULT_PNG = "dcpkernels-demo.png"
@@ -62,11 +62,12 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     demo.add_argument("--batch", type=count, default=8, help="requests, from the longest sequence down to one that "
                       "is shorter than the number of ranks (default 8)")  # fmt: skip
     demo.add_argument("--interleave", type=count, default=1, help="consecutive tokens that a rank holds (default 1)")
-    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--seed", type=seed, default=0)
     demo.add_argument("--iters", type=count, help="timed steps (default 9)")
     demo.add_argument("--quick", action="store_true", help="a context of 4096 and 3 steps, for tests")
-    demo.add_argument("--device", default="cpu", help="cpu, or cuda with a GPU for each rank (default cpu)")
-    demo.add_argument("--min-ratio", type=float, default=0.0, metavar="X", help="fail when the attention section is not X "
+    demo.add_argument("--device", default="cpu", help="cpu (default); cuda, a GPU for each rank, waits for the CUDA target, "
+                      "which this version does not have")  # fmt: skip
+    demo.add_argument("--min-ratio", type=ratio, default=0.0, metavar="X", help="fail when the attention section is not X "
                       "times as fast with the cache sharded (default: any)")  # fmt: skip
     demo.add_argument("--json", type=Path, metavar="FILE", nargs="?", const=Path("-"),
                       help="write the result there; without FILE to stdout, in place of the table")  # fmt: skip

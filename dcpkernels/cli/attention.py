@@ -18,7 +18,7 @@ def attend_to_all(
     query = query.float()
     chunks = rows.split(_CHUNK)
     probs = torch.softmax(scale * torch.cat([query @ chunk.float().T for chunk in chunks], 1), 1)
-    out = torch.zeros(len(query), value_dim)
+    out = query.new_zeros(len(query), value_dim)
     size = torch.zeros_like(out)
     for chunk, share in zip(chunks, probs.split(_CHUNK, 1), strict=True):
         values = chunk[:, :value_dim].float()

@@ -41,10 +41,12 @@ class Barrier:
     def __init__(self, workspace: dcpkernels.Workspace) -> None:
         config = workspace.config
         self._args = (
-            torch.empty(0, config.num_heads, config.head_dim, dtype=config.dtype),
-            torch.empty(0, config.num_heads),
+            torch.empty(0, config.num_heads, config.head_dim, dtype=config.dtype, device=workspace.device),
+            torch.empty(0, config.num_heads, device=workspace.device),
         )
-        self._out = torch.empty(0, workspace.num_local_heads, config.head_dim, dtype=config.dtype)
+        self._out = torch.empty(
+            0, workspace.num_local_heads, config.head_dim, dtype=config.dtype, device=workspace.device
+        )
         self._workspace, self._lane = workspace, config.num_lanes - 1
 
     def __call__(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from dcpkernels.errors import DcpInvalidArgument
 from dcpkernels.kimi_k3.cache import DecodeBatch
 
 # Keys that are worked on at once: few at first, for short requests, then what fits a core's cache in fp32.
@@ -51,11 +52,18 @@ def local_attention(
         value_dim: values are the first so many columns of a row.
         out, lse: written instead of new tensors; out in any floating dtype.
 
+    Raises:
+        DcpInvalidArgument: query, blocks and batch do not fit together.
+
     Returns:
         (out [T, H, value_dim] in query's dtype, lse fp32 [T, H], natural logarithm). A row that sees nothing, as in a
         padding row or when its tokens are all on other ranks, has lse -inf, and *undefined* out.
     """
-    num_rows, num_heads, _ = query.shape
+    num_rows, num_heads, dim = query.shape
+    if num_rows != batch.num_rows or blocks.shape[2] != dim:
+        raise DcpInvalidArgument(
+            f"kimi_k3: query must have {batch.num_rows} rows of {blocks.shape[2]} columns, as batch and blocks (got {num_rows} of {dim})"
+        )
     if out is None:
         out = query.new_empty(num_rows, num_heads, value_dim)
     if lse is None:
@@ -106,17 +114,18 @@ def _attend(
             keys = wide[: keys.numel()].view(keys.shape).copy_(keys)
         scores = torch.bmm(q[:live], keys.transpose(1, 2))
         hidden = torch.arange(first, last) >= limit[:live]
+        values = keys[..., :value_dim]
         if hidden.any():
             scores.masked_fill_(hidden, -torch.inf)
-            # A row that is not there may hold NaN, and 0 * NaN is NaN.
-            keys = keys.masked_fill(hidden.all(1)[..., None], 0)
+            # A key that a query must not see may hold NaN, and 0 * NaN is NaN. Who sees it has NaN for a weight as well.
+            values = values.nan_to_num(0.0, 0.0, 0.0)
         new_top = torch.maximum(top[:live], scores.amax(2, keepdim=True))
         base = new_top.clamp_min(torch.finfo(torch.float32).min)  # nothing seen yet: -inf - -inf is NaN
         rescale = (top[:live] - base).exp_()
         weights = scores.sub_(base).exp_()
         total[:live].mul_(rescale).add_(weights.sum(2, keepdim=True))
         # Not baddbmm: it adds product after product to acc, and over 100,000 keys the error of that is 5e-5 of the result.
-        acc[:live].mul_(rescale).add_(torch.bmm(weights, keys[..., :value_dim]))
+        acc[:live].mul_(rescale).add_(torch.bmm(weights, values))
         top[:live] = new_top
         first = last
         while live and num_keys[live - 1] <= first:

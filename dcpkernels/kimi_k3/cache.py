@@ -8,7 +8,7 @@ local_length(p + 1) of them: a causal mask is one number a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -33,6 +33,7 @@ class DecodeBatch:
         block_tables: [S, max_blocks], blocks of each request in this rank's caches, the same on all ranks. Entries past
             a request's last block are undefined.
         state_slots: int64 [S], the place of each request in what is kept per request (KDA).
+        num_ranks: over which the caches are sharded.
     """
 
     query_start_loc: torch.Tensor
@@ -41,6 +42,7 @@ class DecodeBatch:
     local_lens: torch.Tensor
     block_tables: torch.Tensor
     state_slots: torch.Tensor
+    num_ranks: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -48,7 +50,13 @@ class DecodeBatch:
 
     def to(self, device: torch.device | str) -> DecodeBatch:
         """The same batch with its tensors on `device`."""
-        return DecodeBatch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **moved)
+
+    def require_rows(self, x: torch.Tensor) -> None:
+        """Raises DcpInvalidArgument unless x [T, ...] has this batch's rows."""
+        if len(x) != self.num_rows:
+            raise DcpInvalidArgument(f"kimi_k3: x must have the batch's {self.num_rows} rows (got {len(x)})")
 
 
 class LatentCache:
@@ -95,13 +103,19 @@ class RequestTable:
             layout.local_length(0, num_ranks, rank, interleave)  # checks the three
         except DcpInvalidArgument as error:
             raise DcpInvalidArgument(f"kimi_k3: {str(error).removeprefix('local_length: ')}") from None
+        if block_size < 1 or num_blocks < 0 or max_requests < 1:
+            raise DcpInvalidArgument(
+                "kimi_k3: block_size and max_requests must be at least 1, num_blocks at least 0 "
+                f"(got {block_size}, {max_requests} and {num_blocks})"
+            )
         self.block_size, self.num_ranks, self.rank, self.interleave = block_size, num_ranks, rank, interleave
         self._free_blocks = list(range(num_blocks - 1, -1, -1))
         self._free_slots = list(range(max_requests - 1, -1, -1))
         self._requests: dict[int, _Request] = {}
 
     def add(self) -> int:
-        """A new, empty request: its state slot, which names it from now on."""
+        """A new, empty request: its state slot, which names it from now on. Another request may have had it: what layers keep
+        there is forgotten by KimiK3Model.reset, or KDAState.reset."""
         if not self._free_slots:
             raise DcpInvalidArgument(f"kimi_k3: requests must be at most max_requests (got {len(self._requests) + 1})")
         slot = self._free_slots.pop()
@@ -110,12 +124,13 @@ class RequestTable:
 
     def remove(self, slot: int) -> None:
         """Ends a request and frees its blocks."""
-        self._free_blocks.extend(reversed(self._requests.pop(slot).blocks))
+        self._free_blocks.extend(reversed(self._request(slot).blocks))
+        del self._requests[slot]
         self._free_slots.append(slot)
 
     def length(self, slot: int) -> int:
         """Tokens of the request so far."""
-        return self._requests[slot].length
+        return self._request(slot).length
 
     def prefill(self, slot: int, num_tokens: int) -> torch.Tensor:
         """Adds tokens whose rows come by other means than a decode step: int64 slots of those that are this rank's, in
@@ -123,7 +138,7 @@ class RequestTable:
         tokens; nothing is changed."""
         if num_tokens < 0:
             raise DcpInvalidArgument(f"kimi_k3: prefill must be of at least 0 tokens (got {num_tokens})")
-        request = self._requests[slot]
+        request = self._request(slot)
         self._grow([request], [num_tokens])
         sharding = (self.num_ranks, self.rank, self.interleave)
         first, last = (layout.local_length(n, *sharding) for n in (request.length, request.length + num_tokens))
@@ -134,7 +149,7 @@ class RequestTable:
     def rewind(self, slot: int, num_tokens: int) -> None:
         """Forgets the last `num_tokens` of a request, as when drafts are rejected. Blocks are kept: later tokens
         overwrite."""
-        request = self._requests[slot]
+        request = self._request(slot)
         if not 0 <= num_tokens <= request.length:
             raise DcpInvalidArgument(f"kimi_k3: rewind must be within the request's {request.length} tokens (got {num_tokens})")
         request.length -= num_tokens
@@ -152,7 +167,7 @@ class RequestTable:
                                      f"(got slots {list(slots)}, tokens {list(num_tokens)})")  # fmt: skip
         if num_rows < total:
             raise DcpInvalidArgument(f"kimi_k3: num_rows must be at least the {total} tokens (got {num_rows})")
-        requests = [self._requests[slot] for slot in slots]
+        requests = [self._request(slot) for slot in slots]
         self._grow(requests, num_tokens)
 
         positions = torch.full((num_rows,), PADDING, dtype=torch.int64)
@@ -180,7 +195,13 @@ class RequestTable:
             local_lens=local_lens,
             block_tables=tables,
             state_slots=torch.tensor(slots, dtype=torch.int64),
+            num_ranks=self.num_ranks,
         )
+
+    def _request(self, slot: int) -> _Request:
+        if slot not in self._requests:
+            raise DcpInvalidArgument(f"kimi_k3: slot must be one that add() returned, and not removed (got {slot!r})")
+        return self._requests[slot]
 
     def _grow(self, requests: Sequence[_Request], num_tokens: Sequence[int]) -> None:
         # Rank 0 has most of every request, so that its need is enough for all, and all hand out the same blocks.

@@ -62,15 +62,13 @@ class KimiK3Config:
     situ_linear_beta: float = 25.0
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int) and value < (0 if name == "num_dense_layers" else 1):
+                raise DcpInvalidArgument(f"kimi_k3: {name} must be at least 1 (got {value})")
         if not 1 <= self.num_experts_per_token <= self.num_experts:
             raise DcpInvalidArgument(
                 f"kimi_k3: num_experts_per_token must be in 1 .. num_experts={self.num_experts} "
                 f"(got {self.num_experts_per_token})"
-            )
-        if self.full_attention_interval < 1 or self.attn_res_block_size < 1:
-            raise DcpInvalidArgument(
-                "kimi_k3: full_attention_interval and attn_res_block_size must be at least 1 "
-                f"(got {self.full_attention_interval} and {self.attn_res_block_size})"
             )
 
     @classmethod
@@ -227,7 +225,9 @@ class KimiK3Config:
 
     def state_bytes_per_request(self, tp_size: int, *, num_draft_tokens: int = 0, state_bytes: int = 4) -> int:
         """KDA's state of one request on one rank, all layers: convolution inputs in 16 bits, and a matrix a head. Does
-        not depend on the DCP size; 56,171,520 at TP8."""
+        not depend on the DCP size; 56,171,520 at TP8. Raises DcpInvalidArgument when tp_size does not divide the heads."""
+        if tp_size < 1 or self.kda_num_heads % tp_size:
+            raise DcpInvalidArgument(f"kimi_k3: tp_size must divide kda_num_heads={self.kda_num_heads} (got {tp_size})")
         heads = self.kda_num_heads // tp_size
         conv = 3 * heads * self.kda_head_dim * (self.kda_conv_width - 1 + num_draft_tokens) * 2
         return len(self.kda_layers) * (conv + heads * self.kda_head_dim**2 * state_bytes)

@@ -121,7 +121,8 @@ class KDAState:
         self.current = torch.zeros(max_requests, dtype=torch.int64)
 
     def reset(self, slot: int) -> None:
-        """For a new request in this slot: nothing seen."""
+        """For a new request in this slot: nothing seen. Raises DcpInvalidArgument for a slot that is none."""
+        self._check(slot)
         self.recurrent[slot] = 0
         self.conv[slot] = 0
         self.current[slot] = 0
@@ -129,13 +130,18 @@ class KDAState:
     def keep(self, slot: int, num_tokens: int) -> None:
         """Of the last step's tokens of a request the first `num_tokens` stay; all do until this is called.
 
-        Raises DcpInvalidArgument for more than the step had.
+        Raises DcpInvalidArgument for more than the step had, or a slot that is none.
         """
+        self._check(slot)
         if not 0 <= num_tokens <= int(self.current[slot]):
             raise DcpInvalidArgument(
                 f"kda: num_tokens must be in 0 .. {int(self.current[slot])}, those of the last step (got {num_tokens})"
             )
         self.current[slot] = num_tokens
+
+    def _check(self, slot: int) -> None:
+        if not 0 <= slot < len(self.current):
+            raise DcpInvalidArgument(f"kda: slot must be in 0 .. {len(self.current) - 1} (got {slot})")
 
     def begin(self, slots: torch.Tensor) -> None:
         """Brings the requests' states to place 0."""
@@ -152,20 +158,27 @@ class KDALayer:
     def __init__(self, config: KimiK3Config, weights: KDAWeights, state: KDAState, tp: TensorParallel) -> None:
         self.config, self.weights, self.state, self.tp = config, weights, state, tp
 
+    def check(self, batch: DecodeBatch) -> None:
+        """Raises DcpInvalidArgument for a batch that this layer cannot run."""
+        longest, most = int(batch.query_start_loc.diff().max()) if len(batch.state_slots) else 0, self.state.max_query_len
+        if longest > most:
+            raise DcpInvalidArgument(
+                f"kda: tokens of a request in a step must be at most max_query_len={most} (got {longest})"
+            )
+
     def __call__(self, x: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
         """x [T, hidden], the normalised hidden states, the same on all ranks -> [T, hidden], the same on all ranks; 0 in
         padding rows. Collective over the ranks.
 
-        Raises DcpInvalidArgument for a request with more tokens than the state keeps, before anything is written.
+        Raises DcpInvalidArgument for a request with more tokens than the state keeps, or an x of other rows than the batch,
+        before anything is written.
         """
+        self.check(batch)
+        batch.require_rows(x)
         w, config, state = self.weights, self.config, self.state
         starts = batch.query_start_loc.long()
         lens = starts.diff()
         longest = int(lens.max()) if len(lens) else 0
-        if longest > state.max_query_len:
-            raise DcpInvalidArgument(
-                f"kda: tokens of a request in a step must be at most max_query_len={state.max_query_len} (got {longest})"
-            )
         head_dim = config.kda_head_dim
         inputs = linear(x, w.qkv_proj)
         f = linear(linear(x, w.f_a_proj), w.f_b_proj).unflatten(1, (-1, head_dim))

@@ -78,7 +78,7 @@ class MLALayer:
         attention: what attends to a shard; called and returns as `attention.local_attention`. None: by device.
         lane: which of the workspace's streams. Layers that follow each other share one.
 
-    Raises DcpInvalidArgument for a workspace that does not fit.
+    Raises DcpInvalidArgument for a cache or a workspace that does not fit.
     """
 
     def __init__(
@@ -95,19 +95,43 @@ class MLALayer:
         self.config, self.weights, self.cache, self.tp = config, weights, cache, tp
         self.workspace, self.lane = workspace, lane
         self.attention = attention or attention_for(cache.blocks.device)
-        if workspace is not None:
-            expected = workspace_config(config, tp, workspace.num_ranks, max_num_tokens=1, dtype=weights.w_uk.dtype)
-            for name in ("num_heads", "head_dim", "query_head_dim", "dtype"):
-                given, wanted = getattr(workspace.config, name), getattr(expected, name)
-                if given != wanted:
-                    raise DcpInvalidArgument(f"kimi_k3: workspace.config.{name} must be {wanted} (got {given})")
+        if cache.blocks.shape[2] != config.latent_dim:
+            raise DcpInvalidArgument(f"kimi_k3: cache must have rows of {config.latent_dim} (got {cache.blocks.shape[2]})")
+        if workspace is None:
+            return
+        expected = workspace_config(config, tp, workspace.num_ranks, max_num_tokens=1, dtype=weights.w_uk.dtype)
+        for name in ("num_heads", "head_dim", "query_head_dim", "dtype", "query_dtype"):
+            given, wanted = getattr(workspace.config, name), getattr(expected, name)
+            if given != wanted:
+                raise DcpInvalidArgument(f"kimi_k3: workspace.config.{name} must be {wanted} (got {given})")
+        if not 0 <= lane < workspace.config.num_lanes:
+            raise DcpInvalidArgument(f"kimi_k3: lane must be in 0 .. {workspace.config.num_lanes - 1} (got {lane})")
 
     def __call__(self, x: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
         """x [T, hidden], the normalised hidden states of all rows, the same on all ranks -> [T, hidden], the same on all
-        ranks. Collective over the ranks. Adds the rows to the cache first, so that a row sees itself."""
+        ranks. Collective over the ranks. Adds the rows to the cache first, so that a row sees itself.
+
+        Raises DcpInvalidArgument, before anything is written, for a batch of other rows than x, sharded otherwise than this
+        layer's cache, or with more rows than the workspace is made for; and what the collectives raise.
+        """
+        self.check(batch)
+        batch.require_rows(x)
         query, row = self.project(x)
         self.cache.append(row, batch.slot_mapping)
         return self.finish(x, self.attend(query, batch))
+
+    def check(self, batch: DecodeBatch) -> None:
+        """Raises DcpInvalidArgument for a batch that this layer cannot run."""
+        num_ranks = 1 if self.workspace is None else self.workspace.num_ranks
+        if batch.num_ranks != num_ranks:
+            raise DcpInvalidArgument(
+                f"kimi_k3: batch must be of a RequestTable with num_ranks={num_ranks}, the DCP size (got {batch.num_ranks})"
+            )
+        if self.workspace is not None and batch.num_rows > self.workspace.config.max_num_tokens:
+            raise DcpInvalidArgument(
+                f"kimi_k3: batch must have at most max_num_tokens={self.workspace.config.max_num_tokens} rows "
+                f"(got {batch.num_rows})"
+            )
 
     def project(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
         """x [T, hidden] -> the query of this rank's heads in two parts, (latent [T, Hr, kv_lora_rank], rope [T, Hr,

@@ -78,7 +78,13 @@ class KimiK3Model:
 
     def __call__(self, tokens: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
         """tokens int64 [T] (any token for padding rows) -> logits [T, vocab], the same on all ranks: of the token behind
-        each. Collective over the ranks."""
+        each. Collective over the ranks.
+
+        Raises DcpInvalidArgument for a batch that a layer cannot run, before anything is written. Any other exception
+        leaves some layers a step ahead of the others: the batch's requests have to start anew, with `reset` and another slot.
+        """
+        for layer in self.layers:
+            layer.attention.check(batch)
         if tokens.shape != batch.positions.shape:
             raise DcpInvalidArgument(
                 f"kimi_k3: tokens must be one for each of the {batch.num_rows} rows (got {list(tokens.shape)})"

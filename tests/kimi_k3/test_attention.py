@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import math
+
 import pytest
 import torch
 
+from dcpkernels.errors import DcpInvalidArgument
 from dcpkernels.kimi_k3.attention import attention_for, local_attention
-from dcpkernels.kimi_k3.cache import DecodeBatch
+from dcpkernels.kimi_k3.cache import DecodeBatch, RequestTable
 from dcpkernels.testing import Guarded, unchanged
 
 # Around the borders of the chunks that keys are worked on in (64, 128, 256, 512, then steps of 512), and of blocks.
@@ -301,3 +304,26 @@ def test_the_error_does_not_grow_with_the_length(spread: float) -> None:
 
 def test_the_cpu_has_the_plain_one() -> None:
     assert attention_for(torch.device("cpu")) is local_attention
+
+
+def test_a_draft_that_is_nan_stays_its_own() -> None:
+    """A later row of the same request, which the earlier ones must not see, brings NaN into the cache: 0 * NaN is NaN."""
+    table = RequestTable(8, 4, 1)
+    slot = table.add()
+    batch = table.extend([slot], [3])
+    blocks = torch.randn(8, 4, 40)
+    query = torch.randn(3, 2, 40)
+    expected, expected_lse = local_attention(query, blocks, batch, scale=0.2, value_dim=32)
+    for wrong in (math.nan, math.inf):
+        blocks.view(-1, 40)[batch.slot_mapping[2]] = wrong
+        out, lse = local_attention(query, blocks, batch, scale=0.2, value_dim=32)
+        assert torch.equal(out[:2], expected[:2]) and torch.equal(lse[:2], expected_lse[:2])
+        assert not out[2].isfinite().any()
+
+
+def test_rows_that_are_not_the_batch_s() -> None:
+    table = RequestTable(8, 4, 1)
+    batch = table.extend([table.add()], [3])
+    for shape in ((2, 2, 40), (3, 2, 41)):
+        with pytest.raises(DcpInvalidArgument, match="kimi_k3: query must have 3 rows of 40 columns"):
+            local_attention(torch.zeros(shape), torch.zeros(8, 4, 40), batch, scale=1.0, value_dim=32)

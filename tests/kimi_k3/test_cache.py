@@ -302,6 +302,9 @@ def test_a_batch_moves_as_a_whole() -> None:
         moved = batch.to(device)
         for field in dataclasses.fields(DecodeBatch):
             was, now = getattr(batch, field.name), getattr(moved, field.name)
+            if not isinstance(was, torch.Tensor):
+                assert now == was
+                continue
             assert now.device.type == torch.device(device).type
             assert (now.shape, now.dtype) == (was.shape, was.dtype)
             assert device != "cpu" or torch.equal(now, was)
@@ -393,3 +396,19 @@ def test_prefilling_fewer_than_no_tokens() -> None:
 def test_a_sharding_that_is_none(sharding: dict[str, int]) -> None:
     with pytest.raises(DcpInvalidArgument, match=r"^kimi_k3: .*must be .*\(got"):
         RequestTable(4, 4, 1, **sharding)
+
+
+@pytest.mark.parametrize("call", ["extend", "rewind", "remove", "length", "prefill"])
+def test_a_slot_that_is_none(call: str) -> None:
+    table = RequestTable(8, 4, 2)
+    gone = table.add()
+    table.remove(gone)
+    arguments = {"extend": ([gone], [1]), "rewind": (gone, 0), "prefill": (gone, 1)}.get(call, (gone,))
+    with pytest.raises(DcpInvalidArgument, match="kimi_k3: slot must be one that add"):
+        getattr(table, call)(*arguments)
+
+
+@pytest.mark.parametrize("sizes", [(8, 0, 2), (-1, 4, 2), (8, 4, 0)])
+def test_sizes_that_are_none(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(DcpInvalidArgument, match="kimi_k3: block_size and max_requests must be at least 1"):
+        RequestTable(*sizes)

@@ -193,9 +193,9 @@ def test_tiny_has_all_kinds_of_layers() -> None:
     ("numbers", "text"),
     [
         ({"num_experts_per_token": 897}, r"num_experts_per_token must be in 1 .. num_experts=896 \(got 897\)"),
-        ({"num_experts_per_token": 0}, "num_experts_per_token must be in 1 .."),
+        ({"num_experts_per_token": 0}, "num_experts_per_token must be at least 1"),
         ({"full_attention_interval": 0}, "must be at least 1"),
-        ({"attn_res_block_size": 0}, r"must be at least 1 \(got 4 and 0\)"),
+        ({"attn_res_block_size": 0}, r"attn_res_block_size must be at least 1 \(got 0\)"),
     ],
 )
 def test_numbers_that_do_not_fit(numbers: dict[str, int], text: str) -> None:
@@ -213,3 +213,20 @@ def test_config_imports_no_torch() -> None:
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "[]"
+
+
+def test_numbers_that_do_not_fit_together() -> None:
+    for wrong, text in (
+        ({"num_heads": 0}, "num_heads must be at least 1 (got 0)"),
+    ):
+        with pytest.raises(DcpInvalidArgument) as caught:
+            KimiK3Config.tiny(**wrong)
+        assert text in str(caught.value)
+    with pytest.raises(DcpInvalidArgument, match="tp_size must divide kda_num_heads=96"):
+        KimiK3Config().state_bytes_per_request(7)
+    KimiK3Config.tiny(num_dense_layers=0)
+
+
+def test_experts_as_published() -> None:
+    shapes = KimiK3Config().stored_expert_shapes()
+    assert shapes["w1"] == shapes["w3"] == ((3072, 1792), (3072, 112)) and shapes["w2"] == ((3584, 1536), (3584, 96))

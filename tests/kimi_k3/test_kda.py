@@ -453,3 +453,24 @@ def test_state_of_kimi_k3_has_the_published_size() -> None:
     assert state.conv[0, 0].nbytes == 27_648
     assert state.recurrent[0, 0].nbytes == 786_432
     assert state.recurrent.dtype == torch.float32
+
+
+def test_rows_that_are_not_the_batch_s_change_nothing() -> None:
+    config = KimiK3Config.tiny()
+    tp = TensorParallel()
+    state = KDAState(config, tp, 2, 2, torch.float32)
+    layer = KDALayer(config, KDAWeights.random(config, tp, key=("k",), dtype=torch.float32), state, tp)
+    table = RequestTable(8, 4, 2)
+    slots = [table.add(), table.add()]
+    layer(torch.randn(2, config.hidden_size), table.extend(slots, [1, 1]))
+    before = [kept.clone() for kept in (state.recurrent, state.conv, state.current)]
+    batch = table.extend(slots, [1, 1])
+    for rows in (1, 3):
+        with pytest.raises(DcpInvalidArgument, match="kimi_k3: x must have the batch's 2 rows"):
+            layer(torch.randn(rows, config.hidden_size), batch)
+    assert all(torch.equal(a, b) for a, b in zip(before, (state.recurrent, state.conv, state.current), strict=True))
+    for slot in (-1, 2):
+        with pytest.raises(DcpInvalidArgument, match="kda: slot must be in 0 .. 1"):
+            state.reset(slot)
+        with pytest.raises(DcpInvalidArgument, match="kda: slot must be in 0 .. 1"):
+            state.keep(slot, 0)

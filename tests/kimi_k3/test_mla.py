@@ -369,3 +369,27 @@ def test_an_oracle_that_is_missing(required: bool, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("DCPKERNELS_REQUIRE_ORACLES", "1" if required else "0")
     with pytest.raises(pytest.fail.Exception if required else pytest.skip.Exception, match="no_such_package"):
         oracle("no_such_package.of_layers")
+
+
+def test_a_call_that_is_refused_leaves_the_cache_as_it_was() -> None:
+    """Rows that are not the batch's; a batch that is sharded otherwise; more rows than the workspace is made for."""
+    weights = MLAWeights.random(TINY, WHOLE, key="layer", dtype=torch.float32)
+    cache = LatentCache(16, 8, TINY.latent_dim, torch.float32)
+    config = workspace_config(TINY, WHOLE, 1, max_num_tokens=2, dtype=torch.float32)
+    with Workspace(ThreadGroup.create(1)[0], config=config) as workspace:
+        layer = MLALayer(TINY, weights, cache, WHOLE, workspace)
+        for num_ranks, tokens, rows, text in (
+            (1, 2, 3, "x must have the batch's 2 rows (got 3)"),
+            (4, 1, 1, "batch must be of a RequestTable with num_ranks=1, the DCP size (got 4)"),
+            (1, 3, 3, "batch must have at most max_num_tokens=2 rows (got 3)"),
+        ):
+            table = RequestTable(16, 8, 1, num_ranks=num_ranks)
+            batch = table.extend([table.add()], [tokens])
+            with pytest.raises(DcpInvalidArgument) as caught:
+                layer(torch.zeros(rows, TINY.hidden_size), batch)
+            assert text in str(caught.value)
+        assert cache.blocks.isnan().all()
+        with pytest.raises(DcpInvalidArgument, match="kimi_k3: lane must be in 0 .. 0"):
+            MLALayer(TINY, weights, cache, WHOLE, workspace, lane=1)
+        with pytest.raises(DcpInvalidArgument, match="kimi_k3: cache must have rows of 40"):
+            MLALayer(TINY, weights, LatentCache(16, 8, 41, torch.float32), WHOLE, workspace)
