@@ -1,4 +1,5 @@
-"""`dcpkernels demo`: what it measures is right, and what is wrong makes it fail. With a small layer of the same shape."""
+"""`dcpkernels demo`: what it measures is right, and what is wrong makes it fail. With a small layer of the same
+shape."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_the_full_layer_passes_and_says_what_happened(tmp_path: Path, capsys: py
     for part in report["collectives"].values():
         assert 0 < part["us"] <= part["p99_us"] and part["share_of_step"] == part["us"] / report["step_us"]["dcp2"]
     assert list(report["collectives"]) == ["query_gather", "a2a_lse_reduce"]
-    assert report["machine"]["torch"] == torch.__version__ 
+    assert report["machine"]["torch"] == torch.__version__
     threads = report["threads_per_rank"]
     assert threads["tp2"] == threads["dcp2"] >= 1
 

@@ -1,5 +1,5 @@
-"""MLA attention in plain torch, unsharded: the truth for the demo. One softmax over all positions, at once, where what it
-checks runs an online softmax over chunks of shards. They share no code."""
+"""MLA attention in plain torch, unsharded: the truth for the demo. One softmax over all positions, at once, where
+what it checks runs an online softmax over chunks of shards. They share no code."""
 
 from __future__ import annotations
 

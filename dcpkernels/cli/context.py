@@ -1,4 +1,5 @@
-"""The demo's input: sequences with a latent KV cache in Kimi-K3's geometry, and the hidden states of their newest tokens.
+"""The demo's input: sequences with a latent KV cache in Kimi-K3's geometry, and the hidden states of their newest
+tokens.
 
 A latent row is a function of seed, sequence and position alone, so that every rank makes exactly the rows of its shard,
 whatever the sharding.

@@ -95,7 +95,14 @@ def perform(options: DemoOptions) -> Outcome:
     num_rows = (sum(lengths) - len(lengths)) * (num_ranks + 1)
     with Progress.shown(num_ranks, num_rows, NUM_TIMED * (options.iters + WARMUP)) as path:
         task = RankTask(
-            options.config, lengths, options.interleave, options.seed, options.iters, options.lse_base, options.device, path
+            options.config,
+            lengths,
+            options.interleave,
+            options.seed,
+            options.iters,
+            options.lse_base,
+            options.device,
+            path,
         )
         ranks = run_ranks(run_rank, num_ranks, task, mode="process", timeout_s=_TIMEOUT_S)
     times = {name: max_over_ranks([rank.times_us[name] for rank in ranks]) for name in ranks[0].times_us}
@@ -105,9 +112,9 @@ def perform(options: DemoOptions) -> Outcome:
 def _require_device(options: DemoOptions) -> None:
     if options.device not in ("cpu", "cuda"):  # each rank takes a GPU of its own
         raise DcpInvalidArgument(f"--device: must be cpu or cuda (got {options.device!r})")
-    if options.device == "cuda" and torch.cuda.device_count() < options.num_ranks:
+    if options.device == "cuda" and (found := torch.cuda.device_count()) < options.num_ranks:
         raise DcpUnsupported(
-            f"--device cuda: there must be a GPU for each of the {options.num_ranks} ranks (found {torch.cuda.device_count()})"
+            f"--device cuda: there must be a GPU for each of the {options.num_ranks} ranks (found {found})"
         )
 
 
@@ -142,7 +149,8 @@ def _report(
         "attention_us": of_arms("attention"),
         "ratio": ratio,
         "collectives": {
-            # All ranks enter it together: what it takes by itself. In a step ranks also wait for each other's attention.
+            # All ranks enter it together: what it takes by itself. In a step ranks also wait for each other's
+            # attention.
             op: {
                 "us": median[op],
                 "p99_us": summarize(times[op]).p99_us,
@@ -163,7 +171,15 @@ def _report(
 
 
 def _table_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    columns = ["", "KV MiB a rank", "attention section us", "step us", "query_gather us", "a2a_lse_reduce us", "error / tolerance"]
+    columns = [
+        "",
+        "KV MiB a rank",
+        "attention section us",
+        "step us",
+        "query_gather us",
+        "a2a_lse_reduce us",
+        "error / tolerance",
+    ]
     rows = []
     for arm in report["step_us"]:
         sharded = arm.startswith(DCP)
@@ -180,7 +196,9 @@ def _table_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         )
     kv = list(report["kv_bytes_per_rank"].values())
     shares = [f"{100 * report['collectives'][op]['share_of_step']:.1f} % of step" for op in COLLECTIVES]
-    rows.append(["ratio", f"{kv[0] / kv[1]:.2f}x", f"{report['ratio']:.2f}x", f"{report['step_ratio']:.2f}x", *shares, ""])
+    rows.append(
+        ["ratio", f"{kv[0] / kv[1]:.2f}x", f"{report['ratio']:.2f}x", f"{report['step_ratio']:.2f}x", *shares, ""]
+    )
     return columns, rows
 
 
@@ -192,8 +210,9 @@ def _summary(report: dict[str, Any]) -> str:
     threads = report["threads_per_rank"][dcp]
     return (
         f"{verdict}: one MLA layer of Kimi-K3 ({report['num_parameters'] / 1e6:,.0f}M parameters, bf16) on "
-        f"{options['num_ranks']} ranks, {options['batch']} requests of up to {options['context']:,} tokens: the outputs "
-        f"of {tp} and {dcp} differ by at most {report['max_err_over_bound']:.2f} of the bound; speed of {dcp} against {tp}: "
+        f"{options['num_ranks']} ranks, {options['batch']} requests of up to {options['context']:,} tokens: "
+        f"the outputs of {tp} and {dcp} differ by at most {report['max_err_over_bound']:.2f} of the bound; "
+        f"speed of {dcp} against {tp}: "
         f"attention section {report['ratio']:.2f}x{least}, step {report['step_ratio']:.2f}x (same attention function, "
         f"{threads} thread{'s' if threads > 1 else ''} a rank), on {report['device']} ({report['isa']})"
     )

@@ -1,5 +1,5 @@
-"""The demo's verdict, on each rank: its heads' attention against attention that was never sharded, and the layer's output
-with the cache sharded against the one without.
+"""The demo's verdict, on each rank: its heads' attention against attention that was never sharded, and the layer's
+output with the cache sharded against the one without.
 
 The tolerance of an element of the attention is made of the roundings that lie between the two, with u = 2^-8, the
 rounding of bf16:
@@ -7,9 +7,8 @@ rounding of bf16:
     u * |truth|  +  u * sum_i w_i |o_i|  +  2^-16 * sum_j p_j |v_j|
 
 the output is rounded once; with a sharded cache every shard's partial output o_i is too, and comes in with its weight
-w_i; and two fp32 attentions differ by what fp32 does to scores of ten or twenty and to their exponentials. The bound of the layer's output
-is kimi_k3/mla_error.py's.
-"""
+w_i; and two fp32 attentions differ by what fp32 does to scores of ten or twenty and to their exponentials. The bound
+of the layer's output is kimi_k3/mla_error.py's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What one rank process of the demo does: the same MLA layer twice, once with all of the KV cache (tensor parallelism alone)
-and once with its shard (decode context parallelism); the same step on both, checked and timed."""
+"""What one rank process of the demo does: the same MLA layer twice, once with all of the KV cache (tensor parallelism
+alone) and once with its shard (decode context parallelism); the same step on both, checked and timed."""
 
 from __future__ import annotations
 
@@ -106,7 +106,9 @@ def random_weights(config: KimiK3Config, tp: TensorParallel, seed: int) -> MLAWe
     return weights
 
 
-def _fill(task: RankTask, num_ranks: int, rank: int, interleave: int, progress: Progress) -> tuple[LatentCache, DecodeBatch]:
+def _fill(
+    task: RankTask, num_ranks: int, rank: int, interleave: int, progress: Progress
+) -> tuple[LatentCache, DecodeBatch]:
     """A cache that holds this rank's rows of every sequence but the newest, and the batch that adds those."""
     num_blocks = sum(-(-layout.local_length(n, num_ranks, 0, interleave) // _BLOCK_SIZE) for n in task.lengths)
     sharding = {"num_ranks": num_ranks, "rank": rank, "interleave": interleave}

@@ -1,4 +1,5 @@
-"""The demo's chart: what sharding the cache saves in memory and in time, and that the result is right. Needs matplotlib."""
+"""The demo's chart: what sharding the cache saves in memory and in time, and that the result is right. Needs
+matplotlib."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def _draw_latency(axes: Axes, report: Mapping[str, Any], times_us: Mapping[str, 
     _heading(
         axes,
         "One decode step",
-        f"ms, slowest rank; speed-up of the attention section {report['ratio']:.2f}x, of the step {report['step_ratio']:.2f}x",
+        f"ms, slowest rank; speed-up of the attention section {report['ratio']:.2f}x, of all {report['step_ratio']:.2f}x",
     )
     for y, (arm, color) in enumerate(zip(arms, (_OTHER, _OURS), strict=True)):
         attention, step = report["attention_us"][arm] / 1e3, report["step_us"][arm] / 1e3

@@ -2,10 +2,9 @@
 
     from dcpkernels.kimi_k3 import KimiK3Config, MLALayer
 
-docs/kimi_k3.md has the layer on one page. Nothing here is imported by `import dcpkernels`; names are resolved at their first
-use, so that the configuration needs no torch. `triton/` is imported by the attention of tensors on a GPU alone: it needs the
-extra dcpkernels[triton].
-"""
+docs/kimi_k3.md has the layer on one page. Nothing here is imported by `import dcpkernels`; names are resolved at
+their first use, so that the configuration needs no torch. `triton/` is imported by the attention of tensors on a GPU
+alone: it needs the extra dcpkernels[triton]."""
 
 from __future__ import annotations
 

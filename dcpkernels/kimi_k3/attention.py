@@ -62,7 +62,8 @@ def local_attention(
     num_rows, num_heads, dim = query.shape
     if num_rows != batch.num_rows or blocks.shape[2] != dim:
         raise DcpInvalidArgument(
-            f"kimi_k3: query must have {batch.num_rows} rows of {blocks.shape[2]} columns, as batch and blocks (got {num_rows} of {dim})"
+            f"kimi_k3: query must have {batch.num_rows} rows of {blocks.shape[2]} columns, as batch and blocks "
+            f"(got {num_rows} of {dim})"
         )
     if out is None:
         out = query.new_empty(num_rows, num_heads, value_dim)
@@ -117,14 +118,16 @@ def _attend(
         values = keys[..., :value_dim]
         if hidden.any():
             scores.masked_fill_(hidden, -torch.inf)
-            # A key that a query must not see may hold NaN, and 0 * NaN is NaN. Who sees it has NaN for a weight as well.
+            # A key that a query must not see may hold NaN, and 0 * NaN is NaN. Who sees it has NaN for a weight as
+            # well.
             values = values.nan_to_num(0.0, 0.0, 0.0)
         new_top = torch.maximum(top[:live], scores.amax(2, keepdim=True))
         base = new_top.clamp_min(torch.finfo(torch.float32).min)  # nothing seen yet: -inf - -inf is NaN
         rescale = (top[:live] - base).exp_()
         weights = scores.sub_(base).exp_()
         total[:live].mul_(rescale).add_(weights.sum(2, keepdim=True))
-        # Not baddbmm: it adds product after product to acc, and over 100,000 keys the error of that is 5e-5 of the result.
+        # Not baddbmm: it adds product after product to acc, and over 100,000 keys the error of that is 5e-5 of the
+        # result.
         acc[:live].mul_(rescale).add_(torch.bmm(weights, values))
         top[:live] = new_top
         first = last
@@ -136,7 +139,8 @@ def _attend(
 
 
 def _rows_of(blocks: torch.Tensor, tables: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Tokens first .. last - 1 of each request: [R, last - first, Dq]; past a request's end whatever its blocks hold."""
+    """Tokens first .. last - 1 of each request: [R, last - first, Dq]; past a request's end whatever its blocks
+    hold."""
     block_size = blocks.shape[1]
     first_block, last_block = first // block_size, -(-last // block_size)
     numbers = tables[:, first_block:last_block]

@@ -1,9 +1,8 @@
 """Attention residuals (AttnRes, arXiv 2603.15031): what a sublayer reads is a learned mix over depth, in place of one
 residual stream.
 
-Layers come in blocks (of 12). A token carries the embedding, the sum of all sublayer outputs of each finished block, and the
-running sum of this block; each attention and each MLP reads its own mix of those.
-"""
+Layers come in blocks (of 12). A token carries the embedding, the sum of all sublayer outputs of each finished block,
+and the running sum of this block; each attention and each MLP reads its own mix of those."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ def attn_res(sources: Sequence[torch.Tensor], weights: AttnResWeights, eps: floa
 
 
 class AttnResState:
-    """What each token of a step carries through the depth of the model: `blocks`, the embedding and the sums of finished
-    blocks; `running`, the sum so far of the block that the layers are in.
+    """What each token of a step carries through the depth of the model: `blocks`, the embedding and the sums of
+    finished blocks; `running`, the sum so far of the block that the layers are in.
 
     Calls come in the order before_attention, after_attention, before_mlp, after_mlp, for layers 0, 1, ...; then at_end.
 
@@ -58,8 +57,8 @@ class AttnResState:
         self.running = embedding
 
     def before_attention(self, layer: int) -> list[torch.Tensor]:
-        """The sources of layer `layer`'s attention, [T, D] each: ceil(layer / block size) of them and the running sum. At
-        the first layer of a block that sum is the whole block before."""
+        """The sources of layer `layer`'s attention, [T, D] each: ceil(layer / block size) of them and the running
+        sum. At the first layer of a block that sum is the whole block before."""
         return [*self.blocks, self.running]
 
     def after_attention(self, layer: int, out: torch.Tensor) -> None:

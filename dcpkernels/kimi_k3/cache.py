@@ -97,7 +97,14 @@ class RequestTable:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_requests: int, *, num_ranks: int = 1, rank: int = 0, interleave: int = 1
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_requests: int,
+        *,
+        num_ranks: int = 1,
+        rank: int = 0,
+        interleave: int = 1,
     ) -> None:
         try:
             layout.local_length(0, num_ranks, rank, interleave)  # checks the three
@@ -114,8 +121,8 @@ class RequestTable:
         self._requests: dict[int, _Request] = {}
 
     def add(self) -> int:
-        """A new, empty request: its state slot, which names it from now on. Another request may have had it: what layers keep
-        there is forgotten by KimiK3Model.reset, or KDAState.reset."""
+        """A new, empty request: its state slot, which names it from now on. Another request may have had it: what
+        layers keep there is forgotten by KimiK3Model.reset, or KDAState.reset."""
         if not self._free_slots:
             raise DcpInvalidArgument(f"kimi_k3: requests must be at most max_requests (got {len(self._requests) + 1})")
         slot = self._free_slots.pop()
@@ -144,14 +151,17 @@ class RequestTable:
         first, last = (layout.local_length(n, *sharding) for n in (request.length, request.length + num_tokens))
         request.length += num_tokens
         places = torch.arange(first, last)
-        return torch.tensor(request.blocks, dtype=torch.int64)[places // self.block_size] * self.block_size + places % self.block_size
+        blocks = torch.tensor(request.blocks, dtype=torch.int64)
+        return blocks[places // self.block_size] * self.block_size + places % self.block_size
 
     def rewind(self, slot: int, num_tokens: int) -> None:
         """Forgets the last `num_tokens` of a request, as when drafts are rejected. Blocks are kept: later tokens
         overwrite."""
         request = self._request(slot)
         if not 0 <= num_tokens <= request.length:
-            raise DcpInvalidArgument(f"kimi_k3: rewind must be within the request's {request.length} tokens (got {num_tokens})")
+            raise DcpInvalidArgument(
+                f"kimi_k3: rewind must be within the request's {request.length} tokens (got {num_tokens})"
+            )
         request.length -= num_tokens
 
     def extend(self, slots: Sequence[int], num_tokens: Sequence[int], *, num_rows: int | None = None) -> DecodeBatch:
@@ -205,11 +215,14 @@ class RequestTable:
 
     def _grow(self, requests: Sequence[_Request], num_tokens: Sequence[int]) -> None:
         # Rank 0 has most of every request, so that its need is enough for all, and all hand out the same blocks.
-        needs = [
-            max(0, -(-layout.local_length(r.length + n, self.num_ranks, 0, self.interleave) // self.block_size) - len(r.blocks))
-            for r, n in zip(requests, num_tokens, strict=True)
-        ]
-        if sum(needs) > len(self._free_blocks):
-            raise DcpInvalidArgument(f"kimi_k3: blocks must be enough for the batch (need {sum(needs)} more, {len(self._free_blocks)} are free)")
+        needs = []
+        for request, count in zip(requests, num_tokens, strict=True):
+            most = layout.local_length(request.length + count, self.num_ranks, 0, self.interleave)
+            needs.append(max(0, -(-most // self.block_size) - len(request.blocks)))
+        free = len(self._free_blocks)
+        if sum(needs) > free:
+            raise DcpInvalidArgument(
+                f"kimi_k3: blocks must be enough for the batch (need {sum(needs)} more, {free} are free)"
+            )
         for request, need in zip(requests, needs, strict=True):
             request.blocks.extend(self._free_blocks.pop() for _ in range(need))

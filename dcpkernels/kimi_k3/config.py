@@ -180,8 +180,8 @@ class KimiK3Config:
         }
 
     def stored_expert_shapes(self) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-        """Of one routed expert as published, in bytes: w1 and w3 (gate, and what is gated), w2; each two elements a byte, and a
-        scale for 32 of them along a row."""
+        """Of one routed expert as published, in bytes: w1 and w3 (gate, and what is gated), w2; each two elements a
+        byte, and a scale for 32 of them along a row."""
         inner, latent = self.moe_intermediate_size, self.moe_latent_size
         return {
             name: ((rows, columns // 2), (rows, columns // 32))
@@ -200,8 +200,8 @@ class KimiK3Config:
         }
 
     def num_parameters(self, *, active: bool = False) -> int:
-        """Of the text model. `active`: those that a token is multiplied with, so 16 of the experts of a layer, and not the
-        embedding, of which it looks up one row."""
+        """Of the text model. `active`: those that a token is multiplied with, so 16 of the experts of a layer, and
+        not the embedding, of which it looks up one row."""
         num_experts = self.num_experts_per_token if active else None
         layers = sum(sum(self.layer_parameters(layer, num_experts).values()) for layer in range(self.num_layers))
         vocab = self.vocab_size * self.hidden_size
@@ -225,7 +225,8 @@ class KimiK3Config:
 
     def state_bytes_per_request(self, tp_size: int, *, num_draft_tokens: int = 0, state_bytes: int = 4) -> int:
         """KDA's state of one request on one rank, all layers: convolution inputs in 16 bits, and a matrix a head. Does
-        not depend on the DCP size; 56,171,520 at TP8. Raises DcpInvalidArgument when tp_size does not divide the heads."""
+        not depend on the DCP size; 56,171,520 at TP8. Raises DcpInvalidArgument when tp_size does not divide the
+        heads."""
         if tp_size < 1 or self.kda_num_heads % tp_size:
             raise DcpInvalidArgument(f"kimi_k3: tp_size must divide kda_num_heads={self.kda_num_heads} (got {tp_size})")
         heads = self.kda_num_heads // tp_size

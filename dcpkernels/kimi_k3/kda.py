@@ -1,5 +1,5 @@
-"""One KDA layer of Kimi-K3 in decode: Kimi Delta Attention (Kimi Linear, arXiv 2510.26692), linear attention whose state is
-a matrix a head, corrected by the delta rule and decaying per channel.
+"""One KDA layer of Kimi-K3 in decode: Kimi Delta Attention (Kimi Linear, arXiv 2510.26692), linear attention whose
+state is a matrix a head, corrected by the delta rule and decaying per channel.
 
 Nothing here depends on the DCP size: state is sharded by head, and a request's does not grow.
 """
@@ -35,7 +35,9 @@ class KDAWeights:
     o_proj: torch.Tensor  # [hidden, Hr * K]
 
     @classmethod
-    def random(cls, config: KimiK3Config, tp: TensorParallel, *, key: tuple[object, ...], dtype: torch.dtype) -> KDAWeights:
+    def random(
+        cls, config: KimiK3Config, tp: TensorParallel, *, key: tuple[object, ...], dtype: torch.dtype
+    ) -> KDAWeights:
         """This rank's part of random weights that `key` names. A rank draws its own heads only."""
         heads, dim, hidden = tp.range("kda_num_heads", config.kda_num_heads), config.kda_head_dim, config.hidden_size
 
@@ -81,8 +83,8 @@ def kda_recurrent_step(
 
         S <- S diag(exp g)        S <- S + beta (v - S k) k^T        o = S q
 
-    q (normalised and scaled), k (normalised), g (log decay): [..., H, K]; v [..., H, V]; beta [..., H]; state [..., H, V, K].
-    """
+    q (normalised and scaled), k (normalised), g (log decay): [..., H, K]; v [..., H, V]; beta [..., H]; state [...,
+    H, V, K]."""
     state = state * g.exp()[..., None, :]
     error = beta[..., None] * (v - (state @ k[..., None]).squeeze(-1))
     state = state + error[..., None] * k[..., None, :]
@@ -90,8 +92,8 @@ def kda_recurrent_step(
 
 
 def causal_conv_step(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """silu(sum_j weight[c, j] * inputs[..., j, c]), fp32 inside: inputs [..., width, C], the newest last; weight [C, width]
-    -> [..., C]."""
+    """silu(sum_j weight[c, j] * inputs[..., j, c]), fp32 inside: inputs [..., width, C], the newest last; weight [C,
+    width] -> [..., C]."""
     return silu((inputs.float() * weight.float().T).sum(-2)).to(inputs.dtype)
 
 
@@ -101,7 +103,8 @@ def causal_conv_step(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 class KDAState:
     """What one KDA layer keeps of each request on this rank: a matrix a head, and the last inputs of the convolution.
 
-    A step may end in drafts that are rejected later. So it keeps the state behind each of its tokens, and the one before
+    A step may end in drafts that are rejected later. So it keeps the state behind each of its tokens, and the one
+    before
     them: places 0 .. max_query_len, of which `current` says where the request is. A step copies that to place 0 first,
     and writes the state behind its j-th token to place j.
 
@@ -160,19 +163,21 @@ class KDALayer:
 
     def check(self, batch: DecodeBatch) -> None:
         """Raises DcpInvalidArgument for a batch that this layer cannot run."""
-        longest, most = int(batch.query_start_loc.diff().max()) if len(batch.state_slots) else 0, self.state.max_query_len
+        longest, most = (
+            int(batch.query_start_loc.diff().max()) if len(batch.state_slots) else 0,
+            self.state.max_query_len,
+        )
         if longest > most:
             raise DcpInvalidArgument(
                 f"kda: tokens of a request in a step must be at most max_query_len={most} (got {longest})"
             )
 
     def __call__(self, x: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
-        """x [T, hidden], the normalised hidden states, the same on all ranks -> [T, hidden], the same on all ranks; 0 in
-        padding rows. Collective over the ranks.
+        """x [T, hidden], the normalised hidden states, the same on all ranks -> [T, hidden], the same on all ranks; 0
+        in padding rows. Collective over the ranks.
 
-        Raises DcpInvalidArgument for a request with more tokens than the state keeps, or an x of other rows than the batch,
-        before anything is written.
-        """
+        Raises DcpInvalidArgument for a request with more tokens than the state keeps, or an x of other rows than the
+        batch, before anything is written."""
         self.check(batch)
         batch.require_rows(x)
         w, config, state = self.weights, self.config, self.state
@@ -201,5 +206,7 @@ class KDALayer:
             state.conv[slots, j + 1] = window[:, 1:]
         gate = torch.sigmoid(linear(x, w.g_proj).float()).view(out.shape)
         # Selected, not multiplied: a padding row may hold NaN.
-        gated = torch.where(batch.positions[:, None, None] >= 0, rms_norm(out, w.o_norm, config.rms_norm_eps) * gate, 0.0)
+        gated = torch.where(
+            batch.positions[:, None, None] >= 0, rms_norm(out, w.o_norm, config.rms_norm_eps) * gate, 0.0
+        )
         return self.tp.all_reduce(linear(gated.flatten(1).to(x.dtype), w.o_proj))

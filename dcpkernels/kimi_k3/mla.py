@@ -1,10 +1,9 @@
-"""One MLA layer of Kimi-K3 in decode: multi-head latent attention in its absorbed form, without rotation, with an output
-gate, its cache sharded over the ranks of a DCP group.
+"""One MLA layer of Kimi-K3 in decode: multi-head latent attention in its absorbed form, without rotation, with an
+output gate, its cache sharded over the ranks of a DCP group.
 
 MLA keeps one latent row of 576 a token instead of keys and values of 96 heads (DeepSeek-V2, 2024). "Absorbed": the part
-of kv_b_proj that makes keys is multiplied into the query, the part that makes values is applied behind the attention, so
-that attention reads the latent rows as they are.
-"""
+of kv_b_proj that makes keys is multiplied into the query, the part that makes values is applied behind the attention,
+so that attention reads the latent rows as they are."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ from dcpkernels.kimi_k3.weights import draw, draw_each, draw_norm
 
 @dataclass(frozen=True)
 class MLAWeights:
-    """One rank's: Hr of the H heads, and the projections to the latents, which every rank has whole. Rows are outputs, as
-    in torch.nn.Linear."""
+    """One rank's: Hr of the H heads, and the projections to the latents, which every rank has whole. Rows are
+    outputs, as in torch.nn.Linear."""
 
     q_a_proj: torch.Tensor  # [q_lora_rank, hidden]
     q_a_norm: torch.Tensor  # [q_lora_rank]
@@ -96,7 +95,9 @@ class MLALayer:
         self.workspace, self.lane = workspace, lane
         self.attention = attention or attention_for(cache.blocks.device)
         if cache.blocks.shape[2] != config.latent_dim:
-            raise DcpInvalidArgument(f"kimi_k3: cache must have rows of {config.latent_dim} (got {cache.blocks.shape[2]})")
+            raise DcpInvalidArgument(
+                f"kimi_k3: cache must have rows of {config.latent_dim} (got {cache.blocks.shape[2]})"
+            )
         if workspace is None:
             return
         expected = workspace_config(config, tp, workspace.num_ranks, max_num_tokens=1, dtype=weights.w_uk.dtype)
@@ -108,12 +109,11 @@ class MLALayer:
             raise DcpInvalidArgument(f"kimi_k3: lane must be in 0 .. {workspace.config.num_lanes - 1} (got {lane})")
 
     def __call__(self, x: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
-        """x [T, hidden], the normalised hidden states of all rows, the same on all ranks -> [T, hidden], the same on all
-        ranks. Collective over the ranks. Adds the rows to the cache first, so that a row sees itself.
+        """x [T, hidden], the normalised hidden states of all rows, the same on all ranks -> [T, hidden], the same on
+        all ranks. Collective over the ranks. Adds the rows to the cache first, so that a row sees itself.
 
-        Raises DcpInvalidArgument, before anything is written, for a batch of other rows than x, sharded otherwise than this
-        layer's cache, or with more rows than the workspace is made for; and what the collectives raise.
-        """
+        Raises DcpInvalidArgument, before anything is written, for a batch of other rows than x, sharded otherwise
+        than this layer's cache, or with more rows than the workspace is made for; and what the collectives raise."""
         self.check(batch)
         batch.require_rows(x)
         query, row = self.project(x)
@@ -125,7 +125,8 @@ class MLALayer:
         num_ranks = 1 if self.workspace is None else self.workspace.num_ranks
         if batch.num_ranks != num_ranks:
             raise DcpInvalidArgument(
-                f"kimi_k3: batch must be of a RequestTable with num_ranks={num_ranks}, the DCP size (got {batch.num_ranks})"
+                f"kimi_k3: batch must be of a RequestTable with num_ranks={num_ranks}, the DCP size "
+                f"(got {batch.num_ranks})"
             )
         if self.workspace is not None and batch.num_rows > self.workspace.config.max_num_tokens:
             raise DcpInvalidArgument(
@@ -160,7 +161,12 @@ class MLALayer:
         # In memory of the workspace, where the other ranks read it.
         out = None if self.workspace is None else self.workspace.partial_out(batch.num_rows, lane=self.lane)
         return self.attention(
-            query, self.cache.blocks, batch, scale=self.config.softmax_scale, value_dim=self.config.kv_lora_rank, out=out
+            query,
+            self.cache.blocks,
+            batch,
+            scale=self.config.softmax_scale,
+            value_dim=self.config.kv_lora_rank,
+            out=out,
         )
 
     def merge(self, partial_out: torch.Tensor, partial_lse: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
@@ -197,7 +203,13 @@ class MLALayer:
 
 
 def workspace_config(
-    config: KimiK3Config, tp: TensorParallel, dcp_size: int, *, max_num_tokens: int, dtype: torch.dtype, num_lanes: int = 1
+    config: KimiK3Config,
+    tp: TensorParallel,
+    dcp_size: int,
+    *,
+    max_num_tokens: int,
+    dtype: torch.dtype,
+    num_lanes: int = 1,
 ) -> dcpkernels.WorkspaceConfig:
     """For the workspace of one DCP group of `dcp_size` ranks, a divisor of tp.size. Raises DcpInvalidArgument."""
     if dcp_size < 1 or tp.size % dcp_size:

@@ -5,12 +5,13 @@ Everything up to the attention is the same in every bit, and so are the weights.
     the run with one shard rounds its output L once; the other one rounds the partial output o_i of every shard, which
     comes in with its weight w_i, and then the merged L
 
-From there on both do the same to inputs that differ a little, and each rounds again at every step: values, gated values,
-this rank's part of the output, and the sum over ranks. A rounding of x is taken as an error of its own, uniform within
-+-u |x|, so with variance at most (u x)^2 / 3, u = 2^-8 for bfloat16; variances add, and go through a product with a
-matrix by the squares of its elements. That is the probabilistic analysis of rounding errors of Higham and Mary (2019).
-Summing absolute errors instead would allow an output that is wrong by its own size: a row of o_proj adds 12,288 of them.
-"""
+From there on both do the same to inputs that differ a little, and each rounds again at every step: values, gated
+values, this rank's part of the output, and the sum over ranks. A rounding of x is taken as an error of its own,
+uniform within +-u |x|, so with variance at most (u x)^2 / 3, u = 2^-8 for bfloat16; variances add, and go through a
+product with a matrix by the squares of its elements. That is the probabilistic analysis of rounding errors of Higham
+and Mary (2019).
+Summing absolute errors instead would allow an output that is wrong by its own size: a row of o_proj adds 12,288 of
+them."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def output_bound(
     gated = [value * gate for value in values]
     variance = variance * gate.float().square() + rounding(gated)
     partials = [linear(value, w.o_proj) for value in gated]
-    # Each rank's part is rounded, and so is the sum behind each of the size - 1 additions. On its way that sum is about as
-    # large as independent parts make it.
+    # Each rank's part is rounded, and so is the sum behind each of the size - 1 additions. On its way that sum is
+    # about as large as independent parts make it.
     variance = linear(variance, w.o_proj.float().square()) + layer.tp.size * rounding(partials)
     return NUM_SIGMAS * layer.tp.all_reduce(variance).sqrt()

@@ -23,7 +23,8 @@ class KimiK3Model:
     """The text model on one rank.
 
     Args:
-        num_blocks, block_size: of the latent cache of each MLA layer, as the RequestTable that makes the batches has them.
+        num_blocks, block_size: of the latent cache of each MLA layer, as the RequestTable that makes the batches has
+        them.
         max_requests: as there.
         max_query_len: tokens of one request in one step, at most.
         workspace: of the DCP group, or None where each rank has the whole cache. One serves all layers.
@@ -77,12 +78,12 @@ class KimiK3Model:
         self.head = draw(vocab, hidden, key=(seed, "head"), dtype=dtype)
 
     def __call__(self, tokens: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
-        """tokens int64 [T] (any token for padding rows) -> logits [T, vocab], the same on all ranks: of the token behind
-        each. Collective over the ranks.
+        """tokens int64 [T] (any token for padding rows) -> logits [T, vocab], the same on all ranks: of the token
+        behind each. Collective over the ranks.
 
         Raises DcpInvalidArgument for a batch that a layer cannot run, before anything is written. Any other exception
-        leaves some layers a step ahead of the others: the batch's requests have to start anew, with `reset` and another slot.
-        """
+        leaves some layers a step ahead of the others: the batch's requests have to start anew, with `reset` and
+        another slot."""
         for layer in self.layers:
             layer.attention.check(batch)
         if tokens.shape != batch.positions.shape:

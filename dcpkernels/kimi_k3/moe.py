@@ -1,5 +1,5 @@
-"""The feed-forward part of Kimi-K3: one dense MLP in the first layer, in all others experts on a latent of half the width,
-beside shared experts on the full one."""
+"""The feed-forward part of Kimi-K3: one dense MLP in the first layer, in all others experts on a latent of half the
+width, beside shared experts on the full one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _PIECE = 32
 
 
 def situ(gate: torch.Tensor, up: torch.Tensor, config: KimiK3Config) -> torch.Tensor:
-    """beta tanh(gate / beta) sigmoid(gate) * lb tanh(up / lb), in fp32, rounded once: SwiGLU with both factors bounded."""
+    """beta tanh(gate / beta) sigmoid(gate) * lb tanh(up / lb), in fp32, rounded once: SwiGLU with both factors
+    bounded."""
     beta, lb, g, u = config.situ_beta, config.situ_linear_beta, gate.float(), up.float()
     return (beta * torch.tanh(g / beta) * torch.sigmoid(g) * lb * torch.tanh(u / lb)).to(gate.dtype)
 
@@ -60,8 +61,8 @@ def dense_mlp(x: torch.Tensor, weights: MLPWeights, config: KimiK3Config, tp: Te
 
 @dataclass(frozen=True)
 class MoEWeights:
-    """One rank's part of a layer of E experts, which are sharded by intermediate channel: Ir of each. Expert weights are
-    tensors, or MXFP4 as published."""
+    """One rank's part of a layer of E experts, which are sharded by intermediate channel: Ir of each. Expert weights
+    are tensors, or MXFP4 as published."""
 
     router: torch.Tensor  # [E, hidden]
     router_bias: torch.Tensor  # fp32 [E]
@@ -92,11 +93,13 @@ class MoEWeights:
         num_experts = config.num_experts if num_experts is None else num_experts
         if not config.num_experts_per_token <= num_experts <= config.num_experts:
             raise DcpInvalidArgument(
-                f"moe: num_experts must be in {config.num_experts_per_token} .. {config.num_experts} (got {num_experts})"
+                f"moe: num_experts must be in {config.num_experts_per_token} .. {config.num_experts} "
+                f"(got {num_experts})"
             )
         hidden, latent, intermediate = config.hidden_size, config.moe_latent_size, config.moe_intermediate_size
         experts = [
-            _draw_mlp(latent, intermediate, tp, key=(*key, "expert", expert), dtype=dtype) for expert in range(num_experts)
+            _draw_mlp(latent, intermediate, tp, key=(*key, "expert", expert), dtype=dtype)
+            for expert in range(num_experts)
         ]
         w1, w3, w2 = (torch.stack(each) for each in zip(*experts, strict=True))
         if quantised:
@@ -117,8 +120,9 @@ class MoEWeights:
 def route(
     x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor, config: KimiK3Config
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights fp32 [T, k], experts int64 [T, k]) of x [T, hidden]: the k with the largest sigmoid score + bias (DeepSeek-V3's
-    routing without auxiliary loss), weighted by their scores alone, which are made to sum to routed_scaling_factor."""
+    """(weights fp32 [T, k], experts int64 [T, k]) of x [T, hidden]: the k with the largest sigmoid score + bias
+    (DeepSeek-V3's routing without auxiliary loss), weighted by their scores alone, which are made to sum to
+    routed_scaling_factor."""
     scores = torch.sigmoid(linear(x.float(), router.float()))
     experts = (scores + bias).topk(config.num_experts_per_token, 1).indices
     chosen = scores.gather(1, experts)
@@ -150,7 +154,8 @@ def _dense(weight: torch.Tensor | MXFP4Tensor, dtype: torch.dtype) -> torch.Tens
 def _draw_mlp(
     hidden: int, intermediate: int, tp: TensorParallel, *, key: tuple[object, ...], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """gate [Ir, hidden], up [Ir, hidden], down [hidden, Ir]; pieces of intermediate channels have keys of their own, and no
+    """gate [Ir, hidden], up [Ir, hidden], down [hidden, Ir]; pieces of intermediate channels have keys of their own,
+    and no
     rank has part of one: 32 are also a block of MXFP4 along down's last dim."""
     size = tp.share("intermediate size", intermediate)
     piece = _PIECE if size % _PIECE == 0 else size

@@ -1,8 +1,7 @@
 """MXFP4, as published weights are stored: blocks of 32 four-bit floats that share a scale.
 
-OCP Microscaling Formats (MX) v1.0: an element is E2M1 (sign, 0 0.5 1 1.5 2 3 4 6), a scale is E8M0, 2^(byte - 127), 255 is
-NaN. Two elements a byte, the first in the low half, as compressed-tensors' mxfp4-pack-quantized lays them.
-"""
+OCP Microscaling Formats (MX) v1.0: an element is E2M1 (sign, 0 0.5 1 1.5 2 3 4 6), a scale is E8M0, 2^(byte - 127),
+255 is NaN. Two elements a byte, the first in the low half, as compressed-tensors' mxfp4-pack-quantized lays them."""
 
 from __future__ import annotations
 
@@ -52,9 +51,9 @@ class MXFP4Tensor:
 
 
 def quantise(tensor: torch.Tensor) -> MXFP4Tensor:
-    """The nearest elements (ties to even) under the scale 2^(floor(log2 of the block's largest magnitude) - 2), section 6.3
-    of the specification; larger ones saturate. [..., n] with n a multiple of 32. Raises DcpInvalidArgument for another n, NaN or
-    infinity."""
+    """The nearest elements (ties to even) under the scale 2^(floor(log2 of the block's largest magnitude) - 2),
+    section 6.3 of the specification; larger ones saturate. [..., n] with n a multiple of 32. Raises
+    DcpInvalidArgument for another n, NaN or infinity."""
     if tensor.shape[-1] % BLOCK:
         raise DcpInvalidArgument(f"mxfp4: the last dim must be a multiple of {BLOCK} (got {tensor.shape[-1]})")
     if not bool(torch.isfinite(tensor).all()):

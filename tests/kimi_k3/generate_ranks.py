@@ -1,4 +1,5 @@
-"""What the ranks of the generation test run: greedy decoding by the tiny model, with the cache on every rank or sharded."""
+"""What the ranks of the generation test run: greedy decoding by the tiny model, with the cache on every rank or
+sharded."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ MAX_QUERY_LEN = 4
 class Engine:
     """The model, and the requests of one batch."""
 
-    def __init__(self, tp: TensorParallel, workspace: Any, config: KimiK3Config, num_requests: int, **options: Any) -> None:
+    def __init__(
+        self, tp: TensorParallel, workspace: Any, config: KimiK3Config, num_requests: int, **options: Any
+    ) -> None:
         sharding = {} if workspace is None else {"num_ranks": workspace.num_ranks, "rank": workspace.rank}
         blocks = (num_requests * 20, BLOCK_SIZE)
         self.table = RequestTable(*blocks, num_requests, **sharding)
@@ -68,8 +71,8 @@ def greedy(engine: Engine, prompts: list[list[int]], num_tokens: int) -> list[li
 
 
 def speculative(engine: Engine, prompts: list[list[int]], drafts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """The same by verifying drafts: each step feeds the last token and up to three of `drafts`, which are the right tokens
-    with some wrong ones among them, and keeps what was right."""
+    """The same by verifying drafts: each step feeds the last token and up to three of `drafts`, which are the right
+    tokens with some wrong ones among them, and keeps what was right."""
     outs = [[token] for token in prefill(engine, prompts)]
     while any(len(out) < num_tokens for out in outs):
         fed = {
@@ -86,9 +89,7 @@ def speculative(engine: Engine, prompts: list[list[int]], drafts: list[list[int]
     return outs
 
 
-def generate(
-    group: Any, config: KimiK3Config, prompts: list[list[int]], num_tokens: int
-) -> dict[str, list[list[int]]]:
+def generate(group: Any, config: KimiK3Config, prompts: list[list[int]], num_tokens: int) -> dict[str, list[list[int]]]:
     """By way of doing it: tokens with DCP 1 and with DCP of all ranks; and with drafts, for the first requests."""
     tp = TensorParallel.of(group)
     options = {"seed": 0, "dtype": torch.float32}
@@ -100,7 +101,8 @@ def generate(
         some = prompts[:12]
         # Every fifth draft is wrong.
         drafts = [
-            [(token + (i % 5 == 4)) % config.vocab_size for i, token in enumerate(out)] for out in outs["dcp1"][: len(some)]
+            [(token + (i % 5 == 4)) % config.vocab_size for i, token in enumerate(out)]
+            for out in outs["dcp1"][: len(some)]
         ]
         outs["drafts"] = speculative(Engine(tp, workspace, config, len(some), **options), some, drafts, num_tokens)
     return outs

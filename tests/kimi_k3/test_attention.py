@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import math
 
 import pytest
 import torch
@@ -307,7 +306,7 @@ def test_the_cpu_has_the_plain_one() -> None:
 
 
 def test_a_draft_that_is_nan_stays_its_own() -> None:
-    """A later row of the same request, which the earlier ones must not see, brings NaN into the cache: 0 * NaN is NaN."""
+    """A later row of the same request, which earlier ones must not see, brings NaN into the cache: 0 * NaN is NaN."""
     table = RequestTable(8, 4, 1)
     slot = table.add()
     batch = table.extend([slot], [3])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,3 +231,20 @@ def test_numbers_that_do_not_fit_together() -> None:
 def test_experts_as_published() -> None:
     shapes = KimiK3Config().stored_expert_shapes()
     assert shapes["w1"] == shapes["w3"] == ((3072, 1792), (3072, 112)) and shapes["w2"] == ((3584, 1536), (3584, 96))
+
+
+def test_the_page_says_what_the_numbers_say() -> None:
+    page = (Path(__file__).parents[2] / "docs/kimi_k3.md").read_text()
+    config = KimiK3Config()
+    for text in (
+        f"{config.num_layers} layers of width {config.hidden_size}: {len(config.mla_layers)} MLA",
+        f"{len(config.kda_layers)} KDA",
+        f"dense MLP ({config.dense_intermediate_size:,})",
+        f"{config.num_experts} experts of which {config.num_experts_per_token} work",
+        f"{config.num_parameters() / 1e12:.4f}e12 parameters",
+        f"{config.num_parameters(active=True) / 1e9:.1f}e9",
+        f"{config.kv_bytes_per_token():,} bytes in fp8, {config.kv_bytes_per_token(2):,} in bf16",
+        f"{config.state_bytes_per_request(8) / 1e6:.1f} MB of KDA state",
+        f"scale is {config.qk_head_dim}^-0.5",
+    ):
+        assert text in page, text

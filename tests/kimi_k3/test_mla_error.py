@@ -24,8 +24,11 @@ LENGTHS = (900, 130, 17, 2)  # with DCP 8 the last one leaves most shards empty
 CASES = [(dcp_size, interleave) for dcp_size in (1, 2, 4, 8) for interleave in (1, 16, 64)]
 
 
-def _layer(tp: TensorParallel, dcp_size: int, interleave: int, workspace: Any, attention: Any = None) -> tuple[MLALayer, Any]:
-    """The layer with caches that are filled, and the batch of the newest tokens: one, but three of the first request."""
+def _layer(
+    tp: TensorParallel, dcp_size: int, interleave: int, workspace: Any, attention: Any = None
+) -> tuple[MLALayer, Any]:
+    """The layer with caches that are filled, and the batch of the newest tokens: one, but three of the first
+    request."""
     weights = MLAWeights.random(CONFIG, tp, key="bf16", dtype=torch.bfloat16)
     sharding = {"num_ranks": dcp_size, "rank": tp.rank % dcp_size, "interleave": interleave}
     table = RequestTable(200, 16, len(LENGTHS), **sharding)
@@ -99,7 +102,9 @@ def errors() -> dict[tuple[int, int], tuple[float, float]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_sharding_changes_no_more_than_rounding_does(case: tuple[int, int], errors: dict[Any, tuple[float, float]]) -> None:
+def test_sharding_changes_no_more_than_rounding_does(
+    case: tuple[int, int], errors: dict[Any, tuple[float, float]]
+) -> None:
     error, _ = errors[case]
     # One shard is merged with itself: nothing changes.
     assert error == 0 if case[0] == 1 else 0.2 < error <= 1
