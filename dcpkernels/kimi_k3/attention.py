@@ -52,12 +52,12 @@ def local_attention(
         value_dim: values are the first so many columns of a row.
         out, lse: written instead of new tensors; out in any floating dtype.
 
-    Raises:
-        DcpInvalidArgument: query, blocks and batch do not fit together.
-
     Returns:
         (out [T, H, value_dim] in query's dtype, lse fp32 [T, H], natural logarithm). A row that sees nothing, as in a
         padding row or when its tokens are all on other ranks, has lse -inf, and *undefined* out.
+
+    Raises:
+        DcpInvalidArgument: query, blocks and batch do not fit together.
     """
     num_rows, num_heads, dim = query.shape
     if num_rows != batch.num_rows or blocks.shape[2] != dim:
@@ -75,6 +75,7 @@ def local_attention(
     by_num_tokens: dict[int, list[int]] = {}
     for s, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
         by_num_tokens.setdefault(end - start, []).append(s)
+    by_num_tokens.pop(0, None)
     for num_tokens, requests in by_num_tokens.items():
         rows = torch.tensor([range(starts[s], starts[s] + num_tokens) for s in requests])
         _attend(query, blocks, rows, batch.local_lens[rows], batch.block_tables[requests], scale, out, lse)
@@ -118,16 +119,14 @@ def _attend(
         values = keys[..., :value_dim]
         if hidden.any():
             scores.masked_fill_(hidden, -torch.inf)
-            # A key that a query must not see may hold NaN, and 0 * NaN is NaN. Who sees it has NaN for a weight as
-            # well.
+            # A key that a query must not see may hold NaN, and 0 * NaN is NaN. Who sees it has a NaN for its weight.
             values = values.nan_to_num(0.0, 0.0, 0.0)
         new_top = torch.maximum(top[:live], scores.amax(2, keepdim=True))
         base = new_top.clamp_min(torch.finfo(torch.float32).min)  # nothing seen yet: -inf - -inf is NaN
         rescale = (top[:live] - base).exp_()
         weights = scores.sub_(base).exp_()
         total[:live].mul_(rescale).add_(weights.sum(2, keepdim=True))
-        # Not baddbmm: it adds product after product to acc, and over 100,000 keys the error of that is 5e-5 of the
-        # result.
+        # Not baddbmm: it adds product after product to acc, which is off by 5e-5 after 100,000 keys.
         acc[:live].mul_(rescale).add_(torch.bmm(weights, values))
         top[:live] = new_top
         first = last
@@ -139,8 +138,7 @@ def _attend(
 
 
 def _rows_of(blocks: torch.Tensor, tables: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Tokens first .. last - 1 of each request: [R, last - first, Dq]; past a request's end whatever its blocks
-    hold."""
+    """Tokens first .. last - 1 of each request: [R, last - first, Dq]; past its end whatever its blocks hold."""
     block_size = blocks.shape[1]
     first_block, last_block = first // block_size, -(-last // block_size)
     numbers = tables[:, first_block:last_block]

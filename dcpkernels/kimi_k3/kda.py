@@ -104,9 +104,8 @@ class KDAState:
     """What one KDA layer keeps of each request on this rank: a matrix a head, and the last inputs of the convolution.
 
     A step may end in drafts that are rejected later. So it keeps the state behind each of its tokens, and the one
-    before
-    them: places 0 .. max_query_len, of which `current` says where the request is. A step copies that to place 0 first,
-    and writes the state behind its j-th token to place j.
+    before them: places 0 .. max_query_len, of which `current` says where the request is. A step copies that to place 0
+    first, and writes the state behind its j-th token to place j.
 
     Args:
         max_requests: state slots, as of the RequestTable.
@@ -163,10 +162,8 @@ class KDALayer:
 
     def check(self, batch: DecodeBatch) -> None:
         """Raises DcpInvalidArgument for a batch that this layer cannot run."""
-        longest, most = (
-            int(batch.query_start_loc.diff().max()) if len(batch.state_slots) else 0,
-            self.state.max_query_len,
-        )
+        most = self.state.max_query_len
+        longest = int(batch.query_start_loc.diff().max()) if len(batch.state_slots) else 0
         if longest > most:
             raise DcpInvalidArgument(
                 f"kda: tokens of a request in a step must be at most max_query_len={most} (got {longest})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -326,3 +327,19 @@ def test_rows_that_are_not_the_batch_s() -> None:
     for shape in ((2, 2, 40), (3, 2, 41)):
         with pytest.raises(DcpInvalidArgument, match="kimi_k3: query must have 3 rows of 40 columns"):
             local_attention(torch.zeros(shape), torch.zeros(8, 4, 40), batch, scale=1.0, value_dim=32)
+
+
+def test_a_request_without_a_row() -> None:
+    """As an engine's batch may have it."""
+    blocks = torch.randn(4, 4, 40)
+    table = RequestTable(4, 4, 2)
+    slots = [table.add(), table.add()]
+    batch = table.extend(slots, [2, 1])
+    without = dataclasses.replace(batch, query_start_loc=torch.tensor([0, 0, 3], dtype=torch.int32))
+    query = torch.randn(3, 2, 40)
+    out, lse = local_attention(query, blocks, without, scale=0.2, value_dim=32)
+    whole = table.extend([slots[1]], [2])
+    again = dataclasses.replace(whole, query_start_loc=torch.tensor([0, 3], dtype=torch.int32),
+                                positions=batch.positions, local_lens=batch.local_lens)  # fmt: skip
+    expected, expected_lse = local_attention(query, blocks, again, scale=0.2, value_dim=32)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
