@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from dcpkernels import a2a_lse_reduce
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpMismatch, DcpPeerLost, DcpTimeout
+from dcpkernels.heap.gloo import GlooGroup
 from dcpkernels.heap.group import as_group
 from dcpkernels.testing import run_ranks
 from tests import test_collective
@@ -338,6 +339,28 @@ def test_a_stopped_rank_is_named_and_learns_it():
     for rank, result in enumerate(run_ranks(stopped, 3, mode="process")):
         assert type(result.error) is DcpTimeout and result.error.ranks == (1,), (rank, result)
         assert result.seconds < TIMEOUT_S + 1
+
+
+class NeverEnding:
+    """A gloo whose threads do not end."""
+
+    def __init__(self):
+        self.over = threading.Event()
+
+    def __del__(self):
+        self.over.wait(20)
+
+
+def test_close_does_not_wait_for_threads_of_gloo():
+    group = object.__new__(GlooGroup)
+    group._gloo = gloo = NeverEnding()
+    over = gloo.over
+    del gloo
+    start = time.monotonic()
+    group.close()
+    assert 0.5 < time.monotonic() - start < 5
+    group.close()
+    over.set()
 
 
 def interrupted(group):
