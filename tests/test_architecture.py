@@ -53,6 +53,7 @@ PACKAGE_LAYERS = {
     "testing": LEAVES | {"", "heap", "layout", "reference", "testing"},
     # The reference layer knows of the rest only what any engine may: what `import dcpkernels` has, and layout.
     "kimi_k3": LEAVES | {"", "layout", "kimi_k3"},
+    "integrations": LEAVES | {"", "integrations"},
     "cli": LEAVES | {"", "env", "layout", "reference", "testing", "cli", "kimi_k3", "_backend"},
     "": LEAVES,
 }

@@ -1,0 +1,246 @@
+"""The ops for code under torch.compile: torch.ops.dcpkernels.*, which importing this module registers.
+
+    from dcpkernels.integrations.torch_ops import TraceableWorkspace, a2a_lse_reduce
+    traceable = TraceableWorkspace(workspace)  # once, outside of compiled code
+
+    @torch.compile(fullgraph=True)
+    def step(partial_out, partial_lse):
+        return a2a_lse_reduce(partial_out, partial_lse, workspace=traceable, lse_base="e")
+
+An op here writes into tensors that it is given and returns nothing. Besides its output it writes `state`, which all calls
+on one lane share: so a compiler sees that each call changes something that the next one needs, and makes as many calls as
+were written, in that order, used or not. A compiler that merged, dropped or reordered a call on one rank would have the
+other ranks wait, or merge what does not belong together.
+
+Code that is not compiled calls the functions of `dcpkernels` itself; these here do the same, by way of the dispatcher.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dcpkernels
+from dcpkernels.errors import DcpInvalidArgument
+
+# -- handles: a graph holds numbers and tensors, no workspaces
+
+
+class _Registry:
+    """Workspaces by number, none of which it keeps alive. A number is never given twice, so that an old one in a compiled
+    graph cannot come to mean another workspace."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._handles = itertools.count(1)
+        self._workspaces: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def register(self, workspace: Any) -> int:
+        with self._lock:
+            for handle, known in self._workspaces.items():
+                if known is workspace:
+                    return handle
+            handle = next(self._handles)
+            self._workspaces[handle] = workspace
+            return handle
+
+    def find(self, op: str, handle: int) -> Any:
+        workspace = self._workspaces.get(handle)
+        if workspace is None:
+            rule = "handle must be that of a workspace which still exists"
+            raise DcpInvalidArgument(f"{op}: {rule} (got {handle}: never given, or its workspace is gone)")
+        return workspace
+
+
+# importlib.reload runs this again: handles that graphs hold stay good.
+_registry: _Registry = globals().get("_registry") or _Registry()
+
+
+def register(workspace: dcpkernels.Workspace) -> int:
+    """The handle of a workspace, for `torch.ops.dcpkernels.*`: the same one at every call. Does not keep it alive.
+
+    Raises DcpInvalidArgument when it is no Workspace.
+    """
+    if not isinstance(workspace, dcpkernels.Workspace):
+        raise DcpInvalidArgument(f"register: workspace must be a dcpkernels.Workspace (got {type(workspace).__name__})")
+    return _registry.register(workspace)
+
+
+# -- the ops
+
+
+@torch.library.custom_op("dcpkernels::a2a_lse_reduce", mutates_args=("out", "lse_out", "state"), device_types="cpu")
+def _a2a_lse_reduce_op(
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    out: Tensor,
+    lse_out: Tensor | None,
+    state: Tensor,
+    handle: int,
+    lse_base: str,
+    seq_lens: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    lane: int = 0,
+) -> None:
+    """`dcpkernels.a2a_lse_reduce` into `out` [T, H/W, D], and `lse_out` [T, H/W] where it is given."""
+    workspace = _workspace("a2a_lse_reduce", handle, state)
+    dcpkernels.a2a_lse_reduce(
+        partial_out,
+        partial_lse,
+        workspace=workspace,
+        lse_base=lse_base,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        out=out,
+        lse_out=lse_out,
+        lane=lane,
+    )
+    state.add_(1)
+
+
+@torch.library.custom_op("dcpkernels::query_gather", mutates_args=("out", "state"), device_types="cpu")
+def _query_gather_op(
+    parts: list[Tensor],
+    out: Tensor,
+    state: Tensor,
+    handle: int,
+    scale: float | None = None,
+    scale_tensor: Tensor | None = None,
+    lane: int = 0,
+) -> None:
+    """`dcpkernels.query_gather` into `out` [T, H, Dq]. The scale is a number or a tensor, or there is none."""
+    workspace = _workspace("query_gather", handle, state)
+    if scale is not None and scale_tensor is not None:
+        raise DcpInvalidArgument("query_gather: scale must be a number or a tensor (got scale and scale_tensor)")
+    dcpkernels.query_gather(
+        parts, workspace=workspace, scale=scale if scale_tensor is None else scale_tensor, out=out, lane=lane
+    )
+    state.add_(1)
+
+
+@_a2a_lse_reduce_op.register_fake
+def _(*_arguments: Any, **_keywords: Any) -> None:
+    """All that the op writes is there before it; arguments are checked when it runs, with errors that name them."""
+
+
+@_query_gather_op.register_fake
+def _(*_arguments: Any, **_keywords: Any) -> None:
+    """As above."""
+
+
+def _workspace(op: str, handle: int, state: Tensor) -> Any:
+    workspace = _registry.find(op, handle)
+    if state.dtype is not torch.int64 or state.numel() != 1:
+        given = f"{state.dtype}, {list(state.shape)}"
+        raise DcpInvalidArgument(f"{op}: state must be an int64 tensor of one element (got {given})")
+    return workspace
+
+
+# -- what compiled code calls
+
+
+class TraceableWorkspace:
+    """A workspace as compiled code can use it: its handle, and for each lane the `state` of its calls.
+
+    Make one per workspace, outside of compiled code, and keep it: two of them on one workspace have states of their own,
+    and a compiler may then swap calls of the one and the other.
+
+    Its methods are the functions of `dcpkernels` with `workspace` left out, on tensors that they allocate where no `out` is
+    given. They may be called inside torch.compile(fullgraph=True), with any number of tokens, and outside of it. Tensors
+    are checked when the op runs: the errors are those of the functions, raised by the compiled code. What is no tensor at
+    all is refused by torch, in its own words.
+
+    Attributes:
+        workspace: kept alive; closing it is the caller's, as before.
+        handle: `register(workspace)`.
+        states: by lane, int64 [1]: calls made through this object. Stands for the epochs of the lane, which are in the
+            workspace's memory. To be passed to `torch.ops.dcpkernels.*`, not to be written.
+
+    Raises DcpInvalidArgument when `workspace` is no dcpkernels.Workspace.
+    """
+
+    def __init__(self, workspace: dcpkernels.Workspace) -> None:
+        self.handle = register(workspace)
+        self.workspace = workspace
+        self.num_heads, self.num_local_heads = workspace.config.num_heads, workspace.num_local_heads
+        with torch.inference_mode(False):  # else code outside of inference mode could not write them
+            self.states = tuple(
+                torch.zeros(1, dtype=torch.int64, device=workspace.device) for _ in range(workspace.config.num_lanes)
+            )
+
+    def a2a_lse_reduce(
+        self,
+        partial_out: Tensor,
+        partial_lse: Tensor,
+        *,
+        lse_base: str,
+        seq_lens: Tensor | None = None,
+        query_start_loc: Tensor | None = None,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
+        return_lse: bool = False,
+        lane: int = 0,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`dcpkernels.a2a_lse_reduce`: arguments, result and errors are its own."""
+        state = self._state("a2a_lse_reduce", lane)
+        # Without detach the dispatcher would ask for a derivative of what requires grad.
+        partial_out, partial_lse = partial_out.detach(), partial_lse.detach()
+        if out is None:
+            out = partial_out.new_empty((partial_out.shape[0], self.num_local_heads, partial_out.shape[2]))
+        if lse_out is None and return_lse:
+            lse_out = partial_out.new_empty((partial_out.shape[0], self.num_local_heads), dtype=torch.float32)
+        torch.ops.dcpkernels.a2a_lse_reduce(
+            partial_out, partial_lse, out, lse_out, state, self.handle, lse_base, seq_lens, query_start_loc, lane
+        )
+        return out if lse_out is None else (out, lse_out)
+
+    def query_gather(
+        self,
+        query: Tensor | tuple[Tensor, ...] | list[Tensor],
+        *,
+        scale: float | Tensor | None = None,
+        out: Tensor | None = None,
+        lane: int = 0,
+    ) -> Tensor:
+        """`dcpkernels.query_gather` with an `out`, which is allocated when None: arguments and errors are its own.
+
+        The result is a tensor of the caller's, which may be written, not a view of the workspace: a compiler may write
+        in place, or keep a tensor, where peers would not expect it. So the rows are copied once more than in
+        `dcpkernels.query_gather` without `out`, and nothing stays open: no `release_query`.
+        """
+        state = self._state("query_gather", lane)
+        parts = [part.detach() for part in (query if isinstance(query, (tuple, list)) else (query,))]
+        if not parts:
+            raise DcpInvalidArgument("query_gather: query must have parts (got 0)")
+        if out is None:
+            dtype = parts[0].dtype if scale is None else torch.float8_e4m3fn
+            head_dim = sum(part.shape[-1] for part in parts)
+            out = parts[0].new_empty((parts[0].shape[0], self.num_heads, head_dim), dtype=dtype)
+        number, tensor = (None, scale) if isinstance(scale, Tensor) else (scale, None)
+        torch.ops.dcpkernels.query_gather(parts, out, state, self.handle, number, tensor, lane)
+        return out
+
+    def _state(self, op: str, lane: int) -> Tensor:
+        if not isinstance(lane, int) or not 0 <= lane < len(self.states):
+            last = len(self.states) - 1
+            raise DcpInvalidArgument(f"{op}: lane must be in 0 .. {last} (num_lanes={last + 1}) (got {lane!r})")
+        return self.states[lane]
+
+
+def a2a_lse_reduce(
+    partial_out: Tensor, partial_lse: Tensor, *, workspace: TraceableWorkspace, **arguments: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`dcpkernels.a2a_lse_reduce` with the same arguments, but for the workspace: `TraceableWorkspace.a2a_lse_reduce`."""
+    return workspace.a2a_lse_reduce(partial_out, partial_lse, **arguments)
+
+
+def query_gather(
+    query: Tensor | tuple[Tensor, ...] | list[Tensor], *, workspace: TraceableWorkspace, **arguments: Any
+) -> Tensor:
+    """`dcpkernels.query_gather` with the same arguments, but for the workspace: `TraceableWorkspace.query_gather`."""
+    return workspace.query_gather(query, **arguments)

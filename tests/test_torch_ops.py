@@ -1,0 +1,439 @@
+"""The ops under torch.compile: results are those of the eager functions, and every call that is written is made, once, in
+order, on every rank.
+
+What is compiled runs in processes, all cases of a group in one go: most of the time is Inductor's. A case that fails on a
+rank is reported by its own test.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcpkernels
+from dcpkernels import Workspace, WorkspaceConfig
+from dcpkernels.errors import DcpError, DcpInvalidArgument
+from dcpkernels.integrations import torch_ops
+from dcpkernels.integrations.torch_ops import TraceableWorkspace, a2a_lse_reduce, query_gather
+from dcpkernels.testing import merge_inputs, run_ranks
+from tests.a2a_calls import same_bits
+
+ROOT = Path(__file__).parents[1]
+RANKS = [1, 2, 3]
+HEADS, DIM, TOKENS, QUERY_DIM = 12, 16, 8, 40
+CONFIG = WorkspaceConfig(
+    HEADS, DIM, TOKENS, torch.float32, num_lanes=2, query_head_dim=QUERY_DIM, query_dtype=torch.float32,
+    # A rank may still be compiling.
+    timeout_s=60.0, first_call_timeout_s=60.0,
+)  # fmt: skip
+
+
+class Rank:
+    """What a case works on: one rank's workspace, and inputs of any number of tokens."""
+
+    def __init__(self, workspace):
+        self.workspace, self.traceable = workspace, TraceableWorkspace(workspace)
+        self.num_ranks, self.rank = workspace.num_ranks, workspace.rank
+
+    def partials(self, num_tokens=4, kind="empty", seed=0):
+        outs, lses = merge_inputs(self.num_ranks, num_tokens, HEADS, DIM, torch.float32, kind=kind, seed=seed)
+        return outs[self.rank], lses[self.rank]
+
+    def query(self, num_tokens=4, head_dim=QUERY_DIM, seed=0):
+        generator = torch.Generator().manual_seed(100 * seed + self.rank)
+        return torch.randn(num_tokens, HEADS // self.num_ranks, head_dim, generator=generator)
+
+    def lengths(self, num_tokens):
+        """One sequence for each token but the last, which is padding; the first one has nothing on this rank."""
+        seq_lens = torch.ones(max(num_tokens - 1, 0), dtype=torch.int32)
+        seq_lens[:1] = 0
+        return {"seq_lens": seq_lens, "query_start_loc": torch.arange(len(seq_lens) + 1, dtype=torch.int32)}
+
+    def merged(self, *partials, **arguments):
+        return dcpkernels.a2a_lse_reduce(*partials, workspace=self.workspace, **{"lse_base": "e", **arguments})
+
+    def gathered(self, query, **arguments):
+        """In a tensor of its own, by the way without `out`."""
+        view = dcpkernels.query_gather(query, workspace=self.workspace, **arguments)
+        result = view.clone()
+        dcpkernels.release_query(workspace=self.workspace, lane=arguments.get("lane", 0))
+        return result
+
+    def counted(self, function, *arguments):
+        """Its result, and the calls that the rank made in it: those of the workspace, and those that `states` count."""
+        counts = [self.workspace.stats()["num_calls"], *map(int, self.traceable.states)]
+        result = function(*arguments)
+        after = [self.workspace.stats()["num_calls"], *map(int, self.traceable.states)]
+        return result, [b - a for a, b in zip(counts, after, strict=True)]
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for i, (left, right) in enumerate(zip(found, expected, strict=True)):
+        assert same_bits(left, right), i
+
+
+# -- eager: the op is the function
+
+
+def eager(group):
+    with Workspace(group, config=CONFIG) as workspace:
+        rank = Rank(workspace)
+        traceable = rank.traceable
+        for num_tokens in (0, 1, 4, TOKENS, 2 * TOKENS + 1):
+            partials, query = rank.partials(num_tokens, seed=num_tokens), rank.query(num_tokens, seed=num_tokens)
+            for lane in (0, 1):
+                for arguments in ({}, {"return_lse": True}, {"return_lse": True, **rank.lengths(num_tokens)}):
+                    for lse_base in ("e", "2"):
+                        asked = {"lse_base": lse_base, "lane": lane, **arguments}
+                        found = a2a_lse_reduce(*partials, workspace=traceable, **asked)
+                        expected = rank.merged(*partials, **asked)
+                        assert_same(*((f,) if isinstance(f, torch.Tensor) else f for f in (found, expected)))
+                parts = [rank.query(num_tokens, dim, seed=dim) for dim in (32, 8)]
+                for asked, scale in ((query, None), (parts, None), (tuple(parts), 0.5), (query, torch.tensor([0.25]))):
+                    found = query_gather(asked, workspace=traceable, scale=scale, lane=lane)
+                    assert found.dtype == (torch.float32 if scale is None else torch.float8_e4m3fn)
+                    out = torch.empty_like(found)
+                    dcpkernels.query_gather(asked, workspace=workspace, scale=scale, out=out, lane=lane)
+                    assert same_bits(found, out)
+                    if num_tokens <= TOKENS:
+                        assert same_bits(found, rank.gathered(asked, scale=scale, lane=lane))
+        # Tensors of the caller's are the ones that are written and returned.
+        partials, query = rank.partials(), rank.query()
+        out, lse_out = torch.empty(4, workspace.num_local_heads, DIM), torch.empty(4, workspace.num_local_heads)
+        found = a2a_lse_reduce(*partials, workspace=traceable, lse_base="e", out=out, lse_out=lse_out)
+        assert found[0] is out and found[1] is lse_out
+        assert_same(found, rank.merged(*partials, return_lse=True))
+        out = torch.empty(4, HEADS, QUERY_DIM)
+        assert query_gather(query, workspace=traceable, out=out) is out and same_bits(out, rank.gathered(query))
+        # Not differentiable, as the functions.
+        found = a2a_lse_reduce(partials[0].requires_grad_(), partials[1], workspace=traceable, lse_base="e")
+        assert not found.requires_grad
+        with torch.inference_mode():
+            query_gather(query, workspace=traceable)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_eager_calls_are_those_of_the_functions(num_ranks):
+    run_ranks(eager, num_ranks)
+
+
+def test_opcheck():
+    """torch's own: the schema says what is written, shapes are known without running, functionalisation is right."""
+
+    def body(group):
+        with Workspace(group, config=CONFIG) as workspace:
+            rank = Rank(workspace)
+            state, handle = rank.traceable.states[1], rank.traceable.handle
+            partials, out, lse = rank.partials(), torch.empty(4, HEADS, DIM), torch.empty(4, HEADS)
+            op = torch.ops.dcpkernels.a2a_lse_reduce
+            torch.library.opcheck(op, (*partials, out, None, state, handle, "e"), {"lane": 1})
+            arguments = (*partials, out, lse, state, handle, "2", *rank.lengths(4).values(), 1)
+            torch.library.opcheck(op, arguments)
+            op = torch.ops.dcpkernels.query_gather
+            parts = [rank.query(head_dim=dim) for dim in (32, 8)]
+            torch.library.opcheck(op, (parts, torch.empty(4, HEADS, QUERY_DIM), state, handle))
+            out = torch.empty(4, HEADS, QUERY_DIM, dtype=torch.float8_e4m3fn)
+            # The others compare tensors by a function that torch has not for fp8.
+            tests = ("test_faketensor", "test_autograd_registration")
+            torch.library.opcheck(op, (parts, out, state, handle, 0.5), test_utils=tests)
+
+    run_ranks(body, 1)
+
+
+# -- compiled: cases, each run by all ranks of a group
+
+
+def compiled(function):
+    return torch.compile(function, fullgraph=True, backend="inductor")
+
+
+def two_equal_merges(rank):
+    partials = rank.partials()
+
+    @compiled
+    def function(partial_out, partial_lse):
+        first = a2a_lse_reduce(partial_out, partial_lse, workspace=rank.traceable, lse_base="e")
+        return first, a2a_lse_reduce(partial_out, partial_lse, workspace=rank.traceable, lse_base="e")
+
+    expected = rank.merged(*partials)
+    for _ in range(2):
+        found, calls = rank.counted(function, *partials)
+        assert calls == [2, 2, 0]
+        assert_same(found, (expected, expected))
+        assert found[0].data_ptr() != found[1].data_ptr()
+
+
+def two_equal_calls_into_one_tensor(rank):
+    """Where even the output is the same."""
+    partials, query = rank.partials(), rank.query()
+
+    @compiled
+    def function(partial_out, partial_lse, query, merged, gathered):
+        for _ in range(2):
+            rank.traceable.a2a_lse_reduce(partial_out, partial_lse, lse_base="e", out=merged, lane=1)
+        for _ in range(2):
+            rank.traceable.query_gather(query, out=gathered)
+
+    outs = torch.empty(4, HEADS // rank.num_ranks, DIM), torch.empty(4, HEADS, QUERY_DIM)
+    _, calls = rank.counted(function, *partials, query, *outs)
+    assert calls == [4, 2, 2]
+    assert_same(outs, (rank.merged(*partials), rank.gathered(query)))
+
+
+def two_equal_gathers(rank):
+    query = rank.query()
+
+    @compiled
+    def function(query):
+        return query_gather(query, workspace=rank.traceable), query_gather(query, workspace=rank.traceable)
+
+    found, calls = rank.counted(function, query)
+    assert calls == [2, 2, 0]
+    assert_same(found, [rank.gathered(query)] * 2)
+
+
+def unused_results(rank):
+    partials, query = rank.partials(), rank.query()
+
+    @compiled
+    def function(partial_out, partial_lse, query):
+        rank.traceable.a2a_lse_reduce(partial_out, partial_lse, lse_base="2", return_lse=True)
+        rank.traceable.query_gather(query, lane=1)
+        return partial_out + 1
+
+    found, calls = rank.counted(function, *partials, query)
+    assert calls == [2, 1, 1]
+    assert torch.equal(found.nan_to_num(), (partials[0] + 1).nan_to_num())
+
+
+def in_place_after_a_gather(rank):
+    query, partials = rank.query(), rank.partials()
+
+    @compiled
+    def function(query, partial_out, partial_lse):
+        first = query_gather(query, workspace=rank.traceable)
+        first.add_(1)
+        second = query_gather(query, workspace=rank.traceable)
+        merged = a2a_lse_reduce(partial_out, partial_lse, workspace=rank.traceable, lse_base="e")
+        merged.mul_(2)
+        query.zero_()  # behind the calls that read it
+        return first, second, merged
+
+    expected, merged = rank.gathered(query), rank.merged(*partials)
+    found, calls = rank.counted(function, query, *partials)
+    assert calls == [3, 3, 0]
+    assert_same(found, (expected + 1, expected, merged * 2))
+    assert not query.any()
+
+
+def order_of_a_lane(rank):
+    """Of calls that have no tensor in common but `state`, with work in between that would rather be done elsewhere."""
+    partials, query = rank.partials(), rank.query()
+    names = []
+
+    @compiled
+    def function(partial_out, partial_lse, query):
+        late = (query.repeat(1, 1, 64) * 2).relu().cumsum(0)[..., :QUERY_DIM]
+        first = query_gather(late, workspace=rank.traceable)
+        merged = a2a_lse_reduce(partial_out, partial_lse, workspace=rank.traceable, lse_base="e")
+        second = query_gather(query, workspace=rank.traceable)
+        return second.sum(), merged.sum(), first.sum()
+
+    real = {name: getattr(dcpkernels, name) for name in ("a2a_lse_reduce", "query_gather")}
+
+    def noted(name):
+        def call(*arguments, **keywords):
+            what = arguments[0][0] if name == "query_gather" else arguments[0]
+            names.append((name, "as given" if what.data_ptr() in given else "computed"))
+            return real[name](*arguments, **keywords)
+
+        return call
+
+    given = {partials[0].data_ptr(), query.data_ptr()}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in real:
+            patch.setattr(dcpkernels, name, noted(name))
+        function(*partials, query)
+    assert names == [("query_gather", "computed"), ("a2a_lse_reduce", "as given"), ("query_gather", "as given")]
+
+
+def any_number_of_tokens(rank):
+    @compiled
+    def function(partial_out, partial_lse, latent, rope, seq_lens, query_start_loc):
+        merged = rank.traceable.a2a_lse_reduce(
+            partial_out, partial_lse, lse_base="e", return_lse=True, seq_lens=seq_lens, query_start_loc=query_start_loc
+        )
+        gathered = rank.traceable.query_gather((latent * 2, rope), lane=1)
+        return (*merged, gathered)
+
+    def check(num_tokens):
+        partials, lengths = rank.partials(num_tokens, seed=num_tokens), rank.lengths(num_tokens)
+        latent, rope = rank.query(num_tokens, 32, seed=1), rank.query(num_tokens, 8, seed=2)
+        for tensor in (*partials, latent, rope, *lengths.values()):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        found, calls = rank.counted(function, *partials, latent, rope, *lengths.values())
+        assert calls == [2, 1, 1]
+        out = torch.empty(num_tokens, HEADS, QUERY_DIM)
+        dcpkernels.query_gather((latent * 2, rope), workspace=rank.workspace, out=out)
+        assert_same(found, (*rank.merged(*partials, return_lse=True, **lengths), out))
+
+    check(5)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for num_tokens in (7, 3, TOKENS, 2 * TOKENS + 1, 5):
+            check(num_tokens)
+
+
+def scales(rank):
+    query, scale = rank.query(), torch.tensor([0.25])
+
+    @compiled
+    def function(query, scale):
+        first = rank.traceable.query_gather(query, scale=0.5)
+        return first, rank.traceable.query_gather(query, scale=scale)
+
+    found, calls = rank.counted(function, query, scale)
+    assert calls == [2, 2, 0]
+    assert_same(found, (rank.gathered(query, scale=0.5), rank.gathered(query, scale=0.25)))
+
+
+def a_closed_workspace(rank):
+    """The last case."""
+    query = rank.query()
+    function = compiled(lambda query: rank.traceable.query_gather(query))
+    function(query)
+    rank.workspace.close()
+    with pytest.raises(DcpError, match=r"^query_gather: the workspace must be open \(it was closed\)$"):
+        function(query)
+
+
+CASES = [
+    two_equal_merges,
+    two_equal_calls_into_one_tensor,
+    two_equal_gathers,
+    unused_results,
+    in_place_after_a_gather,
+    order_of_a_lane,
+    any_number_of_tokens,
+    scales,
+    a_closed_workspace,
+]
+
+
+def run_cases(group, cache):
+    """What went wrong, by case."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1  # no pool of processes besides the ranks
+    rank, wrong = Rank(Workspace(group, config=CONFIG)), {}
+    for case in CASES:
+        try:
+            case(rank)
+        except Exception:  # noqa: BLE001  a failed assertion too: the other cases are to run
+            wrong[case.__name__] = traceback.format_exc()
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("inductor"))
+
+
+@pytest.fixture(scope="module", params=RANKS, ids=lambda num_ranks: f"{num_ranks} ranks")
+def wrong(request, cache):
+    return run_ranks(run_cases, request.param, cache, mode="process", timeout_s=150)
+
+
+@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+def test_compiled(wrong, case):
+    assert [rank.get(case) for rank in wrong] == [None] * len(wrong)
+
+
+# -- handles
+
+
+def test_handles():
+    def body(group):
+        first, second = (Workspace(group, config=CONFIG) for _ in range(2))
+        handles = torch_ops.register(first), torch_ops.register(second)
+        assert handles[0] != handles[1] and torch_ops.register(first) == handles[0] == TraceableWorkspace(first).handle
+        rank = Rank(second)
+        out, state = torch.empty(4, HEADS, QUERY_DIM), rank.traceable.states[0]
+
+        def gather(handle, state=state):
+            torch.ops.dcpkernels.query_gather([rank.query()], out, state, handle)
+
+        def merge(handle):
+            merged = torch.empty(4, HEADS, DIM)
+            torch.ops.dcpkernels.a2a_lse_reduce(*rank.partials(), merged, None, state, handle, "e")
+
+        gather(handles[0])
+        # Importing once more leaves handles good, and the ops as they are.
+        importlib.reload(torch_ops)
+        gather(handles[0])
+        merge(handles[0])
+        assert state.tolist() == [3] and torch_ops.register(first) == handles[0]
+        first.close()
+        for call, name in ((gather, "query_gather"), (merge, "a2a_lse_reduce")):
+            with pytest.raises(DcpError, match=rf"^{name}: the workspace must be open"):
+                call(handles[0])
+        del first
+        gc.collect()
+        for handle in (handles[0], 10**6):
+            for call, name in ((gather, "query_gather"), (merge, "a2a_lse_reduce")):
+                with pytest.raises(DcpInvalidArgument, match=rf"^{name}: handle must be .* \(got {handle}: never given"):
+                    call(handle)
+        assert state.tolist() == [3]
+        with pytest.raises(DcpInvalidArgument, match=r"^query_gather: state must be an int64 tensor of one element"):
+            gather(handles[1], torch.zeros(2, dtype=torch.int64))
+        assert torch_ops.register(Workspace(group, config=CONFIG)) not in handles
+        second.close()
+
+    run_ranks(body, 1)
+
+
+def test_wrong_arguments():
+    def body(group):
+        with Workspace(group, config=CONFIG) as workspace:
+            rank = Rank(workspace)
+            with pytest.raises(DcpInvalidArgument, match=r"^register: workspace must be a dcpkernels.Workspace \(got"):
+                TraceableWorkspace(rank.traceable)
+            for lane in (-1, 2, "0"):
+                with pytest.raises(DcpInvalidArgument, match=r"^query_gather: lane must be in 0 .. 1 \(num_lanes=2\)"):
+                    query_gather(rank.query(), workspace=rank.traceable, lane=lane)
+            with pytest.raises(DcpInvalidArgument, match=r"^query_gather: query must have parts \(got 0\)"):
+                query_gather([], workspace=rank.traceable)
+            with pytest.raises(DcpInvalidArgument, match=r"^query_gather: query must have query_head_dim=40 "):
+                query_gather(rank.query(head_dim=8), workspace=rank.traceable)
+            with pytest.raises(DcpInvalidArgument, match=r'^a2a_lse_reduce: lse_base must be "e" or "2" \(got \'10\'\)'):
+                a2a_lse_reduce(*rank.partials(), workspace=rank.traceable, lse_base="10")
+            two_scales = ([rank.query()], torch.empty(4, HEADS, QUERY_DIM), rank.traceable.states[0], rank.traceable.handle)
+            with pytest.raises(DcpInvalidArgument, match="^query_gather: scale must be a number or a tensor"):
+                torch.ops.dcpkernels.query_gather(*two_scales, 0.5, torch.tensor([0.5]))
+
+    run_ranks(body, 1)
+
+
+def test_the_package_registers_nothing():
+    script = """if True:
+        import sys
+        import dcpkernels
+        assert "torch" not in sys.modules
+        dcpkernels.Workspace, dcpkernels.a2a_lse_reduce, dcpkernels.query_gather
+        import dcpkernels.integrations, torch
+        assert "dcpkernels.integrations.torch_ops" not in sys.modules
+        assert not [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("dcpkernels::")]
+        import dcpkernels.integrations.torch_ops
+        names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("dcpkernels::")]
+        assert sorted(names) == ["dcpkernels::a2a_lse_reduce", "dcpkernels::query_gather"], names
+    """
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
