@@ -7,10 +7,10 @@
     def step(partial_out, partial_lse):
         return a2a_lse_reduce(partial_out, partial_lse, workspace=traceable, lse_base="e")
 
-An op here writes into tensors that it is given and returns nothing. Besides its output it writes `state`, which all calls
-on one lane share: so a compiler sees that each call changes something that the next one needs, and makes as many calls as
-were written, in that order, used or not. A compiler that merged, dropped or reordered a call on one rank would have the
-other ranks wait, or merge what does not belong together.
+An op here writes into tensors that it is given and returns nothing. Besides its output it writes `state`, which all
+calls on one lane share: so a compiler sees that each call changes something that the next one needs, and makes as many
+calls as were written, in that order, used or not. A compiler that merged, dropped or reordered a call on one rank would
+have the other ranks wait, or merge what does not belong together.
 
 Code that is not compiled calls the functions of `dcpkernels` itself; these here do the same, by way of the dispatcher.
 """
@@ -32,8 +32,8 @@ from dcpkernels.errors import DcpInvalidArgument
 
 
 class _Registry:
-    """Workspaces by number, none of which it keeps alive. A number is never given twice, so that an old one in a compiled
-    graph cannot come to mean another workspace."""
+    """Workspaces by number, none of which it keeps alive. A number is never given twice, so that an old one in a
+    compiled graph cannot come to mean another workspace."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -147,13 +147,13 @@ def _workspace(op: str, handle: int, state: Tensor) -> Any:
 class TraceableWorkspace:
     """A workspace as compiled code can use it: its handle, and for each lane the `state` of its calls.
 
-    Make one per workspace, outside of compiled code, and keep it: two of them on one workspace have states of their own,
-    and a compiler may then swap calls of the one and the other.
+    Make one per workspace, outside of compiled code, and keep it: two of them on one workspace have states of their
+    own, and a compiler may then swap calls of the one and the other.
 
-    Its methods are the functions of `dcpkernels` with `workspace` left out, on tensors that they allocate where no `out` is
-    given. They may be called inside torch.compile(fullgraph=True), with any number of tokens, and outside of it. Tensors
-    are checked when the op runs: the errors are those of the functions, raised by the compiled code. What is no tensor at
-    all is refused by torch, in its own words.
+    Its methods are the functions of `dcpkernels` with `workspace` left out, on tensors that they allocate where no
+    `out` is given. They may be called inside torch.compile(fullgraph=True), with any number of tokens, and outside of
+    it. Tensors are checked when the op runs: the errors are those of the functions, raised by the compiled code. What
+    is no tensor at all is refused by torch, in its own words.
 
     Attributes:
         workspace: kept alive; closing it is the caller's, as before.
@@ -235,12 +235,13 @@ class TraceableWorkspace:
 def a2a_lse_reduce(
     partial_out: Tensor, partial_lse: Tensor, *, workspace: TraceableWorkspace, **arguments: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`dcpkernels.a2a_lse_reduce` with the same arguments, but for the workspace: `TraceableWorkspace.a2a_lse_reduce`."""
+    """`dcpkernels.a2a_lse_reduce` with the same arguments, on a workspace that compiled code can use."""
     return workspace.a2a_lse_reduce(partial_out, partial_lse, **arguments)
 
 
 def query_gather(
     query: Tensor | tuple[Tensor, ...] | list[Tensor], *, workspace: TraceableWorkspace, **arguments: Any
 ) -> Tensor:
-    """`dcpkernels.query_gather` with the same arguments, but for the workspace: `TraceableWorkspace.query_gather`."""
+    """`dcpkernels.query_gather` with the same arguments, on a workspace that compiled code can use: a copy, as
+    `TraceableWorkspace.query_gather` says."""
     return workspace.query_gather(query, **arguments)
