@@ -8,9 +8,10 @@
         return a2a_lse_reduce(partial_out, partial_lse, workspace=traceable, lse_base="e")
 
 An op here writes into tensors that it is given and returns nothing. Besides its output it writes `state`, which all
-calls on one lane share: so a compiler sees that each call changes something that the next one needs, and makes as many
-calls as were written, in that order, used or not. A compiler that merged, dropped or reordered a call on one rank would
-have the other ranks wait, or merge what does not belong together.
+calls of a workspace share: so a compiler sees that each call changes something that the next one needs, and makes as
+many calls as were written, in that order, used or not. A compiler that merged, dropped or reordered a call on one rank
+would have the other ranks wait, or merge what does not belong together. Calls on different lanes keep their order too:
+a call waits for its peers, so ranks that made two of them in different orders would wait for each other.
 
 Code that is not compiled calls the functions of `dcpkernels` itself; these here do the same, by way of the dispatcher.
 """
@@ -88,7 +89,7 @@ def _a2a_lse_reduce_op(
     lane: int = 0,
 ) -> None:
     """`dcpkernels.a2a_lse_reduce` into `out` [T, H/W, D], and `lse_out` [T, H/W] where it is given."""
-    workspace = _workspace("a2a_lse_reduce", handle, state)
+    workspace = _find("a2a_lse_reduce", handle, state)
     dcpkernels.a2a_lse_reduce(
         partial_out,
         partial_lse,
@@ -100,7 +101,7 @@ def _a2a_lse_reduce_op(
         lse_out=lse_out,
         lane=lane,
     )
-    state.add_(1)
+    state[lane].add_(1)
 
 
 @torch.library.custom_op("dcpkernels::query_gather", mutates_args=("out", "state"), device_types="cpu")
@@ -114,13 +115,13 @@ def _query_gather_op(
     lane: int = 0,
 ) -> None:
     """`dcpkernels.query_gather` into `out` [T, H, Dq]. The scale is a number or a tensor, or there is none."""
-    workspace = _workspace("query_gather", handle, state)
+    workspace = _find("query_gather", handle, state)
     if scale is not None and scale_tensor is not None:
         raise DcpInvalidArgument("query_gather: scale must be a number or a tensor (got scale and scale_tensor)")
     dcpkernels.query_gather(
         parts, workspace=workspace, scale=scale if scale_tensor is None else scale_tensor, out=out, lane=lane
     )
-    state.add_(1)
+    state[lane].add_(1)
 
 
 @_a2a_lse_reduce_op.register_fake
@@ -133,11 +134,12 @@ def _(*_arguments: Any, **_keywords: Any) -> None:
     """As above."""
 
 
-def _workspace(op: str, handle: int, state: Tensor) -> Any:
+def _find(op: str, handle: int, state: Tensor) -> Any:
+    """The workspace, for which `state` has to be."""
     workspace = _registry.find(op, handle)
-    if state.dtype is not torch.int64 or state.numel() != 1:
-        given = f"{state.dtype}, {list(state.shape)}"
-        raise DcpInvalidArgument(f"{op}: state must be an int64 tensor of one element (got {given})")
+    if state.dtype is not torch.int64 or tuple(state.shape) != (workspace.config.num_lanes,):
+        rule = f"state must be an int64 tensor [num_lanes] = [{workspace.config.num_lanes}]"
+        raise DcpInvalidArgument(f"{op}: {rule} (got {state.dtype}, {list(state.shape)})")
     return workspace
 
 
@@ -145,7 +147,7 @@ def _workspace(op: str, handle: int, state: Tensor) -> Any:
 
 
 class TraceableWorkspace:
-    """A workspace as compiled code can use it: its handle, and for each lane the `state` of its calls.
+    """A workspace as compiled code can use it: its handle, and the `state` that its calls share.
 
     Make one per workspace, outside of compiled code, and keep it: two of them on one workspace have states of their
     own, and a compiler may then swap calls of the one and the other.
@@ -158,7 +160,7 @@ class TraceableWorkspace:
     Attributes:
         workspace: kept alive; closing it is the caller's, as before.
         handle: `register(workspace)`.
-        states: by lane, int64 [1]: calls made through this object. Stands for the epochs of the lane, which are in the
+        state: int64 [num_lanes], calls made through this object on each lane. Stands for the epochs, which are in the
             workspace's memory. To be passed to `torch.ops.dcpkernels.*`, not to be written.
 
     Raises DcpInvalidArgument when `workspace` is no dcpkernels.Workspace.
@@ -168,10 +170,8 @@ class TraceableWorkspace:
         self.handle = register(workspace)
         self.workspace = workspace
         self.num_heads, self.num_local_heads = workspace.config.num_heads, workspace.num_local_heads
-        with torch.inference_mode(False):  # else code outside of inference mode could not write them
-            self.states = tuple(
-                torch.zeros(1, dtype=torch.int64, device=workspace.device) for _ in range(workspace.config.num_lanes)
-            )
+        with torch.inference_mode(False):  # else code outside of inference mode could not write it
+            self.state = torch.zeros(workspace.config.num_lanes, dtype=torch.int64, device=workspace.device)
 
     def a2a_lse_reduce(
         self,
@@ -187,7 +187,6 @@ class TraceableWorkspace:
         lane: int = 0,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`dcpkernels.a2a_lse_reduce`: arguments, result and errors are its own."""
-        state = self._state("a2a_lse_reduce", lane)
         # Without detach the dispatcher would ask for a derivative of what requires grad.
         partial_out, partial_lse = partial_out.detach(), partial_lse.detach()
         if out is None:
@@ -195,7 +194,7 @@ class TraceableWorkspace:
         if lse_out is None and return_lse:
             lse_out = partial_out.new_empty((partial_out.shape[0], self.num_local_heads), dtype=torch.float32)
         torch.ops.dcpkernels.a2a_lse_reduce(
-            partial_out, partial_lse, out, lse_out, state, self.handle, lse_base, seq_lens, query_start_loc, lane
+            partial_out, partial_lse, out, lse_out, self.state, self.handle, lse_base, seq_lens, query_start_loc, lane
         )
         return out if lse_out is None else (out, lse_out)
 
@@ -213,7 +212,6 @@ class TraceableWorkspace:
         in place, or keep a tensor, where peers would not expect it. So the rows are copied once more than in
         `dcpkernels.query_gather` without `out`, and nothing stays open: no `release_query`.
         """
-        state = self._state("query_gather", lane)
         parts = [part.detach() for part in (query if isinstance(query, (tuple, list)) else (query,))]
         if not parts:
             raise DcpInvalidArgument("query_gather: query must have parts (got 0)")
@@ -222,14 +220,8 @@ class TraceableWorkspace:
             head_dim = sum(part.shape[-1] for part in parts)
             out = parts[0].new_empty((parts[0].shape[0], self.num_heads, head_dim), dtype=dtype)
         number, tensor = (None, scale) if isinstance(scale, Tensor) else (scale, None)
-        torch.ops.dcpkernels.query_gather(parts, out, state, self.handle, number, tensor, lane)
+        torch.ops.dcpkernels.query_gather(parts, out, self.state, self.handle, number, tensor, lane)
         return out
-
-    def _state(self, op: str, lane: int) -> Tensor:
-        if not isinstance(lane, int) or not 0 <= lane < len(self.states):
-            last = len(self.states) - 1
-            raise DcpInvalidArgument(f"{op}: lane must be in 0 .. {last} (num_lanes={last + 1}) (got {lane!r})")
-        return self.states[lane]
 
 
 def a2a_lse_reduce(
