@@ -126,7 +126,7 @@ def test_a_gpu_for_each_rank_or_none(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_verdict_is_that_of_its_worst_element() -> None:
-    good = demo_check.Errors({"tp": [0.4], "dcp": [0.9]}, [0.2, 1.0], 0.1, 0)
+    good = demo_check.Errors({"tp": [0.4], "dcp": [0.9]}, [0.2, 1.0], 0.1)
     assert good.passed
     for wrong in (1.01, math.inf):
         assert not good._replace(output=[0.2, wrong]).passed

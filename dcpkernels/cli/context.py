@@ -1,5 +1,4 @@
-"""The demo's input: sequences with a latent KV cache in Kimi-K3's geometry, and the hidden states of their newest
-tokens.
+"""The demo's input: sequences of falling length, and the rows of their latent KV cache.
 
 A latent row is a function of seed, sequence and position alone, so that every rank makes exactly the rows of its shard,
 whatever the sharding.

@@ -150,8 +150,8 @@ class GlooGroup:
     def close(self) -> None:
         """Local, and waits for nobody.
 
-        gloo ends with its threads, and a thread that has missed a peer's leaving may never end (seen once in some
-        hundred runs, in a rank that had been stopped when the others left). Then it is left behind.
+        gloo ends with its threads, and they may never end (seen once, on a loaded machine, in a rank that was
+        stopped when the others left). Then they are left behind.
         """
         if self._gloo is None:
             return
