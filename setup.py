@@ -9,6 +9,8 @@ An object is reused while its command, its compiler and all the headers that it 
 
 Environment
     DCPKERNELS_TARGETS=cpu,...  build exactly these; the default is all that this machine has a compiler for
+    DCPKERNELS_CUDA_ARCHS=...   code for these only, 90a,100a,...; the default is all, and PTX for later ones
+    DCPKERNELS_NVCC             the CUDA compiler; else nvcc of PATH, CUDA_HOME, /usr/local/cuda
     DCPKERNELS_CXX or CXX       the C++ compiler
     DCPKERNELS_WERROR=1         warnings are errors (set in CI)
 """
@@ -40,6 +42,11 @@ from setuptools.errors import CompileError, PlatformError
 # No -ffast-math: the merge promises the same bits on every path, and it has to see NaN and infinity.
 COMMON_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 HOST_FLAGS = ("-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
+# The same for nvcc. --fmad=false: only what the source calls fma is one.
+CUDA_FLAGS = ("-x", "cu", "-std=c++20", "-O3", "--fmad=false", "--threads=2",
+              "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra")  # fmt: skip
+# What the ops use is in sm_90: PTX of it serves every later architecture, for which there is no code here.
+CUDA_ARCHS, CUDA_PTX = ("90a", "100a", "103a", "120"), "90"
 
 
 class Missing(Exception):
@@ -70,6 +77,38 @@ def find_cxx() -> Compiler:
     return Compiler(command, shown.stdout.partition("\n")[0])
 
 
+def find_nvcc() -> Compiler:
+    asked = os.environ.get("DCPKERNELS_NVCC")
+    homes = [home for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
+    candidates = [asked] if asked else ["nvcc", *(str(Path(home, "bin", "nvcc")) for home in homes)]
+    found = next((path for path in map(shutil.which, candidates) if path), None)
+    if found is None:
+        raise Missing(f"DCPKERNELS_NVCC={asked} is not a program on this machine" if asked else
+                      "no nvcc (install CUDA 13 or set DCPKERNELS_NVCC)")  # fmt: skip
+    shown = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release (\d+)\.(\d+).*", shown)
+    if release is None or int(release[1]) < 13:  # 12.x has no code for sm_103a, or trips over C++20
+        raise Missing(f"nvcc must be of CUDA 13 or later (got {release[0] if release else shown.strip()!r})")
+    return Compiler((found, f"-ccbin={find_cxx().command[0]}"), f"nvcc {release[0]}")
+
+
+def cudart(nvcc: Compiler) -> list[str]:
+    """The run-time library. Linked statically, so that the module imports on a machine without CUDA."""
+    shown = subprocess.run([*nvcc.command, "--dryrun", "-shared", "x.o"], capture_output=True, text=True, check=False)
+    folders = re.findall(r'-L([^"\s]+)', "".join(re.findall(r"LIBRARIES=(.*)", shown.stderr)))
+    for folder in map(os.path.normpath, folders):
+        if Path(folder, "libcudart_static.a").exists():
+            return [f"{folder}/libcudart_static.a", "-ldl", "-lrt"]
+    raise Missing(f"no libcudart_static.a in {' '.join(folders) or 'any folder of nvcc'} (install the CUDA run-time library)")
+
+
+def cuda_codes() -> tuple[str, ...]:
+    asked = os.environ.get("DCPKERNELS_CUDA_ARCHS", "")
+    archs = [arch.strip() for arch in asked.split(",") if arch.strip()] or CUDA_ARCHS
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    return (*codes, *([] if asked else [f"-gencode=arch=compute_{CUDA_PTX},code=compute_{CUDA_PTX}"]))
+
+
 @dataclass(frozen=True)
 class Variant:
     """One compilation of every op source, in a namespace of this name; the bindings see -DDCP_HAVE_<NAME>."""
@@ -84,11 +123,13 @@ class Target:
     compiler: Callable[[], Compiler]  # finds the compiler of the op sources, or raises Missing
     flags: tuple[str, ...]  # for the op sources, before the variant's
     variants: tuple[Variant, ...]
-    ops: str = "csrc/ops/*.cc"
-    bindings: str = "csrc/bindings/*.cpp"  # compiled by the C++ compiler, which also links
+    strict: tuple[str, ...] = ("-Werror",)
+    libraries: Callable[[Compiler], list[str]] = lambda compiler: []  # for the linker
+    ops: tuple[str, ...] = ("csrc/ops/*.cc", "csrc/host/*.cc")
+    bindings: tuple[str, ...] = ("csrc/bindings/*.cpp",)  # compiled by the C++ compiler
 
-    def sources(self, pattern: str) -> list[str]:
-        return sorted(path.as_posix() for path in Path().glob(pattern))
+    def sources(self, patterns: tuple[str, ...]) -> list[str]:
+        return sorted(path.as_posix() for pattern in patterns for path in Path().glob(pattern))
 
 
 # GCC 12 warns of uninitialised values inside its own AVX-512 header; the other variants still have that warning.
@@ -104,12 +145,20 @@ TARGETS = (
     Target(
         name="cpu",
         compiler=find_cxx,
-        flags=HOST_FLAGS,
+        flags=(*COMMON_FLAGS, *HOST_FLAGS),
         variants=CPU_VARIANTS if platform.machine() in ("x86_64", "AMD64") else CPU_VARIANTS[-1:],
+    ),
+    Target(
+        name="cuda",
+        compiler=find_nvcc,
+        flags=(*CUDA_FLAGS, *cuda_codes()),
+        variants=(Variant("cuda"),),
+        strict=("-Werror", "all-warnings"),
+        libraries=cudart,
     ),
 )
 # Targets that are planned and have no sources yet: named here so that the answer about them is a clear one.
-WITHOUT_SOURCES = ("cuda", "hip")
+WITHOUT_SOURCES = ("hip",)
 
 
 def selected_targets() -> list[Target]:
@@ -129,7 +178,7 @@ def selected_targets() -> list[Target]:
 
 def build_id(target: Target, extra: list[str]) -> str:
     """What ranks compare: the text of csrc and the flags. No path is in it: same sources, same id."""
-    digest = hashlib.sha256(repr((COMMON_FLAGS, target.flags, target.variants, extra)).encode())
+    digest = hashlib.sha256(repr((COMMON_FLAGS, HOST_FLAGS, target.flags, target.variants, extra)).encode())
     for path in sorted(Path("csrc").rglob("*")):
         if path.is_file() and path.suffix != ".md":
             text = path.read_bytes()
@@ -218,6 +267,7 @@ class BuildTargets(build_ext):
         for ext in self.extensions:
             try:
                 self.compilers[ext.name] = ext.target.compiler()
+                ext.target.libraries(self.compilers[ext.name])  # or Missing
             except Missing as reason:
                 if required or ext.target.name == "cpu":
                     raise PlatformError(f"target {ext.target.name}: {reason}") from None
@@ -250,9 +300,12 @@ class BuildTargets(build_ext):
 
     def build_module(self, ext: Extension) -> Path:
         target, compiler, host = ext.target, self.compilers[ext.name], find_cxx()
-        more = [f"-D{name}={value}" for name, value in self.define or ()] + shlex.split(self.cxxflags)
-        strict = ["-Werror"] if os.environ.get("DCPKERNELS_WERROR") == "1" else []
-        common = [*COMMON_FLAGS, "-Icsrc", f"-DDCP_TARGET_{target.name.upper()}", *strict]
+        more = [f"-D{name}={value}" for name, value in self.define or ()]
+        cxxflags = shlex.split(self.cxxflags)
+        is_strict = os.environ.get("DCPKERNELS_WERROR") == "1"
+        common = ["-Icsrc", f"-DDCP_TARGET_{target.name.upper()}", *(target.strict if is_strict else ())]
+        if target.compiler is find_cxx:
+            more += cxxflags
         folder = Path(self.build_temp, target.name)
         asked = self.variants.split(",") if self.variants else [variant.name for variant in target.variants]
         variants = [variant for variant in target.variants if variant.name in asked]
@@ -265,10 +318,13 @@ class BuildTargets(build_ext):
                 command = [*compiler.command, *flags, "-c", source]
                 steps.append(Step(f"compile {source} [{variant.name}]", command, output, compiler))
 
+        # What bindings do with control words, a host does: in the words of the CPU target.
+        common = ["-Icsrc", "-DDCP_TARGET_CPU", "-DDCP_NS=host", f"-DDCP_MODULE=_C_{target.name}"]
         have = [f"-DDCP_HAVE_{variant.name.upper()}" for variant in variants]
+        have += ["-Werror"] if is_strict else []
         identity = f'-DDCP_BUILD_ID="{build_id(target, more)}"'
         for source in target.sources(target.bindings):
-            flags = [*common, *HOST_FLAGS, "-DDCP_NS=host", *have, *more]
+            flags = [*COMMON_FLAGS, *HOST_FLAGS, *common, *have, *more]
             if "DCP_BUILD_ID" in Path(source).read_text():  # the others stay good when any source changes
                 flags.append(identity)
             command = [*host.command, *flags, *python_includes(), "-c", source]
@@ -277,7 +333,7 @@ class BuildTargets(build_ext):
 
         self.run_all([step for step in steps if self.force or not step.is_fresh()])
         objects = [step.output for step in steps]
-        command = [*host.command, "-shared", "-pthread", *shlex.split(self.cxxflags), *map(str, objects)]
+        command = [*host.command, "-shared", "-pthread", *cxxflags, *map(str, objects), *target.libraries(compiler)]
         link = Step(f"link _C_{target.name}", command, self.module_file(ext), host, inputs=objects)
         if self.force or not link.is_fresh():
             link.run()

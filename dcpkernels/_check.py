@@ -86,7 +86,8 @@ def tensor(op: str, name: str, value: Any, *, device: str) -> None:
         fail(op, f"{name} must be a strided tensor", value.layout)
     if value.is_neg():  # torch negates on read what the memory holds; a kernel would see the other sign
         fail(op, f"{name} must hold its values as they are", "a lazily negated view: pass resolve_neg()")
-    if value.device.type != device:
+    place = value.device
+    if place.type != device and f"{place.type}:{place.index}" != device:
         fail(op, f"{name} must be on the workspace's device {device!r}", repr(str(value.device)))
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +13,9 @@ from dcpkernels._check import Chunk
 from dcpkernels.config import WorkspaceConfig
 from dcpkernels.region_layout import RegionLayout
 
-Memory = Callable[[int, int], Any]  # (offset, bytes) -> a buffer that keeps its memory mapped
+if TYPE_CHECKING:
+    from dcpkernels._cpu_device import CpuDevice
+    from dcpkernels._cuda_device import CudaDevice
 
 
 class QueryPlan:
@@ -33,8 +34,7 @@ class QueryPlan:
 
 
 class DirectGathers:
-    """Of one rank. `memory` is of the region that the buffers lie in; `parallel_fors` holds what runs the channels of calls
-    on each stream, None = the calling thread."""
+    """Of one rank."""
 
     def __init__(
         self,
@@ -42,20 +42,18 @@ class DirectGathers:
         endpoint: Any,
         config: WorkspaceConfig,
         layout: RegionLayout,
-        memory: Memory,
-        parallel_fors: list[Any],
+        device: CpuDevice | CudaDevice,
     ) -> None:
-        self._module, self._endpoint, self._config, self._layout = module, endpoint, config, layout
-        self._parallel_fors = parallel_fors
+        self._module, self._endpoint, self._config, self._layout, self._device = module, endpoint, config, layout, device
         lanes = range(config.num_lanes)
         self._query: list[torch.Tensor] = []
         self._kv: list[list[torch.Tensor]] = []
         self._kv_lanes: list[_KvLane] = []
         if "query_gather" in layout.ops:
-            self._query = [_bytes_of(memory, self._query_offset(lane), layout.query_buffer_bytes) for lane in lanes]
+            self._query = [device.buffer_tensor(self._query_offset(lane), layout.query_buffer_bytes) for lane in lanes]
         if "kv_gather" in layout.ops:
             self._kv = [
-                [_bytes_of(memory, self._kv_offset(lane, index), layout.kv_buffer_bytes) for index in (0, 1)]
+                [device.buffer_tensor(self._kv_offset(lane, index), layout.kv_buffer_bytes) for index in (0, 1)]
                 for lane in lanes
             ]
             self._kv_lanes = [self._kv_lane(lane) for lane in lanes]
@@ -122,7 +120,7 @@ class DirectGathers:
             buffer_bytes=layout.query_buffer_bytes,
             **call,
         )
-        return self._in_threads(plan, plan.run_in_threads, stream_idx)
+        return self._device.calls(plan, plan.run_in_threads, stream_idx)
 
     # -- kv_gather
 
@@ -138,9 +136,9 @@ class DirectGathers:
             buffer_offset=self._kv_offset(lane, 0),
             buffer_bytes=self._layout.kv_buffer_bytes,
         )
-        start = self._in_threads(calls.start, calls.start_in_threads, stream_idx)
-        wait = self._in_threads(calls.wait, calls.wait_in_threads, stream_idx)
-        return _KvLane(self._module, calls, start, wait)
+        start = self._device.calls(calls.start, calls.start_in_threads, stream_idx)
+        wait = self._device.calls(calls.wait, calls.wait_in_threads, stream_idx)
+        return _KvLane(self._module, self._device, calls, start, wait)
 
     def kv_start(self, lane: int, kv_cache: torch.Tensor, chunk: Chunk) -> int:
         kv_lane = self._kv_lanes[lane]
@@ -169,21 +167,22 @@ class DirectGathers:
             return status, None
         return status, kv_lane.view(self._kv[lane], chunk)
 
-    def _in_threads(
-        self, run: Callable[..., int], run_in_threads: Callable[..., int], stream_idx: int
-    ) -> Callable[..., int]:
-        parallel_for = self._parallel_fors[stream_idx]
-        return run if parallel_for is None else functools.partial(run_in_threads, parallel_for)
-
 
 class _KvLane:
     """What runs the calls of one lane. It remembers what the chunks of the plan that was used last come to: after a chunk
     has gone through the caches, all that Python does again costs ten times what it costs in a loop."""
 
-    def __init__(self, module: Any, calls: Any, start: Callable[..., int], wait: Callable[..., int]) -> None:
-        self._module, self._calls, self.start, self.wait = module, calls, start, wait
-        self._plan: Any = None
-        self._sources: dict[Any, Any] = {}
+    def __init__(
+        self,
+        module: Any,
+        device: CpuDevice | CudaDevice,
+        calls: Any,
+        start: Callable[..., int],
+        wait: Callable[..., int],
+    ) -> None:
+        self._module, self._device, self._calls, self.start, self.wait = module, device, calls, start, wait
+        self._plan: Any = None  # keeps the rows that the sources point to
+        self._sources: dict[Any, tuple[Any, Any]] = {}  # and what keeps copies of them
         self._views: dict[Any, torch.Tensor] = {}
 
     def source(self, kv_cache: torch.Tensor, chunk: Chunk) -> Any:
@@ -191,20 +190,22 @@ class _KvLane:
             self._plan, self._sources, self._views = chunk.plan, {}, {}
         block_stride, row_stride, _ = kv_cache.stride()
         key = (chunk.index, chunk.dtype, chunk.shape, kv_cache.shape[0], block_stride, row_stride)
-        source = self._sources.get(key)
+        source, _ = self._sources.get(key, (None, None))
         if source is None:
             size = kv_cache.element_size()
-            rows, finals = chunk.plan.source_rows(chunk.index), chunk.plan.final_rows(chunk.index)
-            source = self._sources[key] = self._module.KvGatherSource(
+            rows, keep_rows = self._device.rows(chunk.plan.source_rows(chunk.index))
+            finals, keep_finals = self._device.rows(chunk.plan.final_rows(chunk.index))
+            source = self._module.KvGatherSource(
                 block_size=chunk.plan.block_size,
                 block_stride=block_stride * size,
                 row_stride=row_stride * size,
                 row_bytes=chunk.shape[1] * size,
-                source_rows=rows.ctypes.data,  # the plan keeps them
-                final_rows=finals.ctypes.data,
-                num_source_rows=len(rows),
+                source_rows=rows,
+                final_rows=finals,
+                num_source_rows=len(chunk.plan.source_rows(chunk.index)),
                 cache_bytes=span_bytes(kv_cache),
             )
+            self._sources[key] = source, (keep_rows, keep_finals)
         return source
 
     def view(self, buffers: list[torch.Tensor], chunk: Chunk) -> torch.Tensor:
@@ -214,11 +215,6 @@ class _KvLane:
         if view is None:
             view = self._views[key] = view_of(buffers[key[0]], chunk.shape, chunk.dtype)
         return view.detach()
-
-
-def _bytes_of(memory: Memory, offset: int, num_bytes: int) -> torch.Tensor:
-    with torch.inference_mode(False):  # else its views would be inference tensors for ever
-        return torch.frombuffer(memory(offset, num_bytes), dtype=torch.uint8)
 
 
 def span_bytes(tensor: torch.Tensor) -> int:

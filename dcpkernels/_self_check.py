@@ -39,8 +39,9 @@ def _check_a2a_lse_reduce(workspace: Any, lane: int) -> DcpError | None:
     lses = torch.randn(shape, generator=generator) * 3
     lses[:, 1:2] = float("-inf")
     lses[::2, 2:3] = float("nan")
-    mine = workspace.partial_out(num_tokens, lane=lane).copy_(outs[rank])
-    got, got_lse = a2a_lse_reduce(mine, lses[rank], workspace=workspace, lse_base="2", return_lse=True, lane=lane)
+    mine, my_lse = workspace.partial_out(num_tokens, lane=lane).copy_(outs[rank]), lses[rank].to(workspace.device)
+    results = a2a_lse_reduce(mine, my_lse, workspace=workspace, lse_base="2", return_lse=True, lane=lane)
+    got, got_lse = (result.cpu() for result in results)
     heads = slice(rank * workspace.num_local_heads, (rank + 1) * workspace.num_local_heads)
     exact, exact_lse = (value[:, heads] for value in reference.a2a_lse_reduce(outs, lses, lse_base="2"))
     # Coarse: it is the way of the rows that is checked here, and not the last bit of the sum.
@@ -60,8 +61,8 @@ def _check_query_gather(workspace: Any, lane: int) -> DcpError | None:
     num_tokens = min(_NUM_TOKENS, config.max_num_tokens)
     shape = (num_ranks, num_tokens, workspace.num_local_heads, config.query_head_dim)
     queries = _any_bytes(lane, shape, config.query_dtype)
-    got = query_gather(queries[workspace.rank], workspace=workspace, lane=lane)
-    is_equal = _same_bytes(got, reference.query_gather(list(queries)))
+    got = query_gather(queries[workspace.rank].to(workspace.device), workspace=workspace, lane=lane)
+    is_equal = _same_bytes(got.cpu(), reference.query_gather(list(queries)))
     release_query(workspace=workspace, lane=lane)
     return None if is_equal else _gather_error("query_gather", workspace, lane)
 
@@ -79,7 +80,7 @@ def _check_kv_gather(workspace: Any, lane: int) -> DcpError | None:
         rank=workspace.rank,
         chunk_size=config.kv_chunk_rows,
     )
-    got = kv_gather(caches[workspace.rank], plan, 0, workspace=workspace, lane=lane)
+    got = kv_gather(caches[workspace.rank].to(workspace.device), plan, 0, workspace=workspace, lane=lane).cpu()
     exact = reference.kv_gather(
         list(caches), [length], [tables] * num_ranks, interleave=1, chunk_size=config.kv_chunk_rows, chunk_idx=0
     )

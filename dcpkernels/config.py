@@ -9,10 +9,12 @@ import torch
 
 from dcpkernels import _check, env
 from dcpkernels.errors import DcpInvalidArgument
-from dcpkernels.region_layout import RegionLayout
+from dcpkernels.region_layout import GPU_ROUND_BYTES, ROUND_BYTES, RegionLayout
 
 WIRES = ("auto", "bulk", "packet")
 PACKET_BYTES = (8, 16, 128)
+CUDA_HEAPS = ("driver", "torch")
+_GPU_CHANNELS = 32  # a quarter of the multiprocessors of an H100; the rest is for the kernels around a call
 # Fields that may differ between ranks.
 _LOCAL_FIELDS = ("timeout_s", "first_call_timeout_s", "cpu_isa")
 
@@ -28,7 +30,9 @@ class WorkspaceConfig:
             rows than this, and no more than what a CPU cache holds; a call with more rows takes several rounds.
         dtype: of the partial output: float32, float16 or bfloat16.
         num_lanes: independent streams with their own staging, for micro-batches that run at the same time.
-        num_channels: parts of a call that a rank runs in threads of its own (`Workspace(parallel_for=...)`).
+        num_channels: parts of a call that a rank runs side by side: on a CPU in threads of its own
+            (`Workspace(parallel_for=...)`), on a GPU one block of threads each. All that may wait at the same time need a
+            multiprocessor each: num_channels * num_lanes * ops. None: 1 on a CPU; on a GPU 32 // num_lanes, at least 1.
         zero_copy: peers read partial outputs where they are, in memory of the workspace that `Workspace.partial_out`
             hands out; only LSEs are copied, and each rank holds two buffers [max_num_tokens, num_heads, head_dim] a
             lane. Not with wire="packet".
@@ -47,6 +51,8 @@ class WorkspaceConfig:
         kv_dtype: the largest type of a row; as query_dtype.
         multicast: a gathered byte is stored once for all ranks where the device can do that (on a CPU all ranks map one
             physical buffer). False: each rank has buffers of its own, and every rank stores into each of them.
+        cuda_heap: whose memory a GPU's regions are: "driver" makes them with the CUDA driver (needs the extra `cuda`),
+            "torch" takes torch's symmetric memory, for engines that rendezvous there anyway.
         timeout_s: seconds that a wait for another rank may take; 0 = for ever. DCPKERNELS_TIMEOUT_S replaces it.
         first_call_timeout_s: the same for the first call of an op on a lane, and for making the workspace: ranks start at
             different times. DCPKERNELS_FIRST_CALL_TIMEOUT_S replaces it.
@@ -66,7 +72,7 @@ class WorkspaceConfig:
     max_num_tokens: int
     dtype: torch.dtype = torch.bfloat16
     num_lanes: int = 1
-    num_channels: int = 1
+    num_channels: int | None = None
     zero_copy: bool = False
     wire: str = "auto"
     packet_bytes: int = 8
@@ -77,6 +83,7 @@ class WorkspaceConfig:
     kv_dim: int = 0
     kv_dtype: torch.dtype = torch.bfloat16
     multicast: bool = True
+    cuda_heap: str = "driver"
     timeout_s: float = 30.0
     first_call_timeout_s: float = 300.0
     cpu_isa: str | None = None
@@ -104,7 +111,7 @@ class WorkspaceConfig:
             "head_dim": (1, 2**31),
             "max_num_tokens": (1, 2**40),
             "num_lanes": (1, 257),
-            "num_channels": (1, 1025),
+            **({} if self.num_channels is None else {"num_channels": (1, 1025)}),
             "start_epoch": (1, 2**63),
             "query_head_dim": (0, 2**31),
             "padded_num_heads": (0, 2**31),
@@ -133,6 +140,8 @@ class WorkspaceConfig:
             raise DcpInvalidArgument(f"workspace: wire must be one of {WIRES} (got {self.wire!r})")
         if not isinstance(self.packet_bytes, int) or self.packet_bytes not in PACKET_BYTES:
             raise DcpInvalidArgument(f"workspace: packet_bytes must be one of {PACKET_BYTES} (got {self.packet_bytes!r})")
+        if self.cuda_heap not in CUDA_HEAPS:
+            raise DcpInvalidArgument(f"workspace: cuda_heap must be one of {CUDA_HEAPS} (got {self.cuda_heap!r})")
         for name in ("zero_copy", "multicast"):
             if not isinstance(getattr(self, name), bool):
                 raise DcpInvalidArgument(f"workspace: {name} must be True or False (got {getattr(self, name)!r})")
@@ -163,8 +172,10 @@ class WorkspaceConfig:
             raise DcpInvalidArgument("workspace: max_num_tokens must not be given here (it is max_num_seqs * (1 + draft_tokens))")
         return cls(num_heads, head_dim, max_num_seqs * (1 + draft_tokens), **fields)
 
-    def region_layout(self, num_ranks: int) -> RegionLayout:
+    def region_layout(self, num_ranks: int, device_type: str = "cpu") -> RegionLayout:
         """Where everything lies in each rank's region. Raises DcpInvalidArgument for counts that do not fit together."""
+        is_gpu = device_type != "cpu"
+        num_channels = self.num_channels or (max(1, _GPU_CHANNELS // self.num_lanes) if is_gpu else 1)
         return RegionLayout(
             num_ranks=num_ranks,
             num_heads=self.num_heads,
@@ -172,14 +183,16 @@ class WorkspaceConfig:
             max_num_tokens=self.max_num_tokens,
             item_bytes=self.dtype.itemsize,
             num_lanes=self.num_lanes,
-            num_channels=self.num_channels,
+            num_channels=num_channels,
             zero_copy=self.zero_copy,
             packet_bytes=self.packet_bytes if self.wire == "packet" else 0,
             query_head_bytes=self.query_head_dim * self.query_dtype.itemsize,
             padded_num_heads=self.padded_num_heads,
             kv_chunk_rows=self.kv_chunk_rows,
             kv_row_bytes=self.kv_dim * self.kv_dtype.itemsize,
-            multicast=self.multicast,
+            # A GPU's multicast reaches every rank's own region, at another address.
+            multicast=self.multicast and not is_gpu,
+            round_bytes=GPU_ROUND_BYTES if is_gpu else ROUND_BYTES,
         )
 
     def shared_fields(self) -> dict[str, str]:

@@ -27,6 +27,8 @@ GATHER_PARTS = ("query_gather.buffer", "kv_gather.buffers")  # side by side
 # the same staging several times while it is there, instead of once through memory. Measured with 2 ranks of 96 heads,
 # D = 512, T = 64: 665 us in 4 rounds, 910 us in one.
 ROUND_BYTES = 1 << 20
+# On a GPU a round costs microseconds and staging lies in a memory that is fast all over: few rounds.
+GPU_ROUND_BYTES = 32 << 20
 
 
 def align_up(value: int, alignment: int) -> int:
@@ -54,6 +56,7 @@ class RegionLayout:
         query_head_bytes, padded_num_heads: of the buffer of query_gather; 0 bytes: there is none.
         kv_chunk_rows, kv_row_bytes: of a buffer of kv_gather; 0 rows: there are none.
         multicast: the buffers of the gathers lie once, in the shared region, instead of in every rank's.
+        round_bytes: what one rank pushes in one round of a2a_lse_reduce, at most.
     """
 
     num_ranks: int
@@ -70,6 +73,7 @@ class RegionLayout:
     kv_chunk_rows: int = 0
     kv_row_bytes: int = 0
     multicast: bool = False
+    round_bytes: int = ROUND_BYTES
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "num_heads", "head_dim", "max_num_tokens", "num_lanes", "num_channels"):
@@ -139,7 +143,7 @@ class RegionLayout:
         """Rows of one round, at most; the same on all ranks."""
         if self.num_ranks == 1 or self.zero_copy:
             return self.max_num_tokens
-        return min(self.max_num_tokens, max(1, ROUND_BYTES // ((self.num_ranks - 1) * self.staging_row_bytes)))
+        return min(self.max_num_tokens, max(1, self.round_bytes // ((self.num_ranks - 1) * self.staging_row_bytes)))
 
     @property
     def staging_bytes(self) -> int:
@@ -202,6 +206,12 @@ class RegionLayout:
     def _gather_sizes(self) -> dict[str, int]:
         sizes = (self.num_lanes * self.query_buffer_bytes, self.num_lanes * 2 * self.kv_buffer_bytes)
         return {name: num_bytes for name, num_bytes in zip(GATHER_PARTS, sizes, strict=True) if num_bytes}
+
+    @property
+    def control_num_bytes(self) -> int:
+        """Of the control words, which come first."""
+        flags = self.parts["flags"]
+        return align_up(flags.offset + flags.num_bytes, PART_ALIGNMENT)
 
     @property
     def num_bytes(self) -> int:

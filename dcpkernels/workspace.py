@@ -4,6 +4,7 @@ collective calls besides the ops."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -11,10 +12,11 @@ import torch
 
 from dcpkernels import _backend, _check, env
 from dcpkernels._channels import ParallelFor
+from dcpkernels._cpu_device import CpuDevice
 from dcpkernels._direct import DirectBackend
 from dcpkernels.collective import CollectiveBackend
 from dcpkernels.config import WorkspaceConfig, WorkspaceSize
-from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpMismatch, DcpTimeout, DcpUnsupported
+from dcpkernels.errors import DcpDeviceError, DcpError, DcpInvalidArgument, DcpMismatch, DcpTimeout, DcpUnsupported
 from dcpkernels.heap.group import Deadline, as_group
 from dcpkernels.heap.verdict import agree, require_same
 from dcpkernels.region_layout import RegionLayout
@@ -37,7 +39,8 @@ class Workspace:
 
     Args:
         group: a torch.distributed process group of any backend; None = the default group.
-        device: "cpu".
+        device: "cpu", or "cuda", "cuda:1", ...: an NVIDIA GPU. Ops then take tensors there, enqueue one kernel on the
+            caller's current stream and return; errors of a kernel come at the next call, or from `check`.
         config: what it is made for.
         backend: "direct" is symmetric memory; "collective" is torch.distributed (gloo), slower, with equal results, also
             over several hosts; "auto" is direct where all ranks can, else collective on all of them. The log says which
@@ -81,20 +84,19 @@ class Workspace:
         card = None if prepared is None else (prepared.shared, _backend.affinity())
         cards = agree(self._group, "workspace: check arguments", card, error, timeout_s=deadline.for_call())
         require_same("workspace", [shared for shared, _ in cards])
-        self.device, self.config = "cpu", config
+        self.device, self.config = prepared.device, config
         self._module, self._layout, self._timeout_s = prepared.module, prepared.layout, prepared.timeout_s
         self.num_local_heads = self._layout.num_local_heads
         self._plans: dict[Any, Any] = {}
         # kv_gather, by lane: the checked chunks of the plan used last; the chunk that was started and not waited for.
         self._chunks: dict[int, Any] = {}
         self._started_chunks: dict[int, Any] = {}
-        self._impl, reason = self._make_backend(
-            backend, prepared, deadline, _backend.num_usable_cpus(cpus for _, cpus in cards), parallel_for
-        )
+        cpus = _backend.num_usable_cpus(cpus for _, cpus in cards)
+        self._impl, reason = self._make_backend(backend, prepared, deadline, cpus, parallel_for)
         self.backend, self._closed_impl = self._impl.name, self._impl
         _log.info(
-            "workspace: target cpu (%s), rank %d of %d, backend %s (%s), %.1f MiB per rank, wire %s, multicast %s",
-            self._impl.isa, self.rank, self.num_ranks, self.backend, reason,
+            "workspace: device %s (%s), rank %d of %d, backend %s (%s), %.1f MiB per rank, wire %s, multicast %s",
+            self.device, self._impl.isa, self.rank, self.num_ranks, self.backend, reason,
             self._impl.num_bytes / 2**20, self._impl.wire, self._impl.multicast,
         )  # fmt: skip
 
@@ -107,22 +109,16 @@ class Workspace:
         reason = "as asked"
         if backend != "collective":
             try:
+                device = prepared.make_device(num_cpus, parallel_for)
                 direct = DirectBackend(
-                    *common,
-                    isa=prepared.isa,
-                    payload=prepared.shared,
-                    num_cpus=num_cpus,
-                    deadline=deadline,
-                    parallel_for=parallel_for,
-                    read_only_views=prepared.read_only_views,
-                    **timeouts,
+                    *common, device, isa=prepared.isa, payload=prepared.shared, deadline=deadline, **timeouts
                 )
-                return direct, reason if backend == "direct" else "all ranks share one host's memory"
+                return direct, reason if backend == "direct" else "all ranks map each other's memory"
             except (DcpTimeout, DcpInvalidArgument):
                 raise  # a rank that is not there, or a mistake: another backend would not help
             except DcpError as failure:
-                # The same on all ranks, so that all come to this line, or none.
-                if backend == "direct":
+                # The same on all ranks, so that all come to this line, or none. The collective backend has CPU tensors.
+                if backend == "direct" or prepared.device != "cpu":
                     raise
                 reason = str(failure)
         collective, error = None, None
@@ -141,10 +137,11 @@ class Workspace:
     # -- size
 
     @staticmethod
-    def size(config: WorkspaceConfig, num_ranks: int) -> WorkspaceSize:
+    def size(config: WorkspaceConfig, num_ranks: int, device: str | torch.device = "cpu") -> WorkspaceSize:
         """Exact bytes of one rank's region, by part, before anything is allocated. (The collective backend has no
-        region: the buffers of the gathers have the same sizes, others grow with the largest call.)"""
-        layout = config.region_layout(num_ranks)
+        region: the buffers of the gathers have the same sizes, others grow with the largest call. A GPU's driver rounds
+        the sum up, usually to 2 MiB.)"""
+        layout = config.region_layout(num_ranks, torch.device(device).type)
         parts, shared = (
             {name: part.num_bytes for name, part in parts.items()} for parts in (layout.parts, layout.shared_parts)
         )
@@ -221,7 +218,8 @@ class Workspace:
         _check.lane(op, lane, config.num_lanes)
         if not config.zero_copy:
             impl.check_fault(op)
-            return torch.empty((num_tokens, config.num_heads, config.head_dim), dtype=config.dtype)
+            shape = (num_tokens, config.num_heads, config.head_dim)
+            return torch.empty(shape, dtype=config.dtype, device=self.device)
         status, tensor = impl.hand_out_partial_out(lane, num_tokens)
         if status != 0:
             self._raise_status(op, status, lane)
@@ -230,7 +228,8 @@ class Workspace:
     # -- health
 
     def check(self) -> None:
-        """Raises what an op would raise now: a fault that was reported, or a rank whose process is gone. Never waits.
+        """Raises what an op would raise now: a fault that was reported, or a rank whose process is gone. Never waits for
+        another rank; on a GPU, not within a graph that is being captured, for a small copy.
 
         The collective backend knows only of faults that this rank has met in a call.
         """
@@ -306,9 +305,14 @@ class Workspace:
             self._closed_impl.check_fault(op)  # a fault ended it
             raise DcpInvalidArgument(f"{op}: the chunk must be the one started last on lane {lane} (it is not, or has been waited for)")
         if status == module.STATUS_CHANNELS_MISSING:
-            raise DcpError(f"{op}: parallel_for must have run all {self.config.num_channels} channels when it returns")
+            raise DcpError(f"{op}: parallel_for must have run all {self._layout.num_channels} channels when it returns")
         if status == module.STATUS_CLOSED:
             raise _closed_error(op)
+        if status == module.STATUS_LAUNCH_FAILED:
+            raise DcpDeviceError(
+                f"{op}: the device must take the kernel (it refused the launch on {self.device}; a kernel before may have failed: "
+                "CUDA_LAUNCH_BLOCKING=1 shows which)"
+            )
         raise DcpError(f"{op}: status must be known (got {status})")
 
     def _keep_plan(self, key: Any, plan: Any) -> Any:
@@ -322,12 +326,13 @@ class Workspace:
 class _Prepared:
     """What one rank can find out on its own."""
 
+    device: str
     module: Any
     layout: RegionLayout
     isa: str
     timeout_s: float
     first_call_timeout_s: float
-    read_only_views: bool
+    make_device: Callable[[int, ParallelFor | None], Any]  # (CPUs, parallel_for) -> what DirectBackend runs on
     shared: dict[str, Any]  # must be equal on all ranks
 
 
@@ -337,32 +342,77 @@ def _prepare(device: str | torch.device, config: WorkspaceConfig | None, backend
     if backend not in BACKENDS:
         raise DcpInvalidArgument(f"backend must be one of {BACKENDS} (got {backend!r})")
     try:
-        device_type = torch.device(device).type
+        asked = torch.device(device)
     except (RuntimeError, TypeError):
         raise DcpInvalidArgument(f"device must name a torch device (got {device!r})") from None
-    if device_type != "cpu":
-        raise DcpUnsupported(f"device must have a built target: cpu (got {str(device)!r})")
-    module = _backend.load("cpu")
+    prepare = {"cpu": _prepare_cpu, "cuda": _prepare_cuda}.get(asked.type)
+    if prepare is None:
+        raise DcpUnsupported(f"device must have a target: cpu or cuda (got {str(device)!r})")
+    target, name, isa, layout, make_device = prepare(asked, config, backend, num_ranks)
+    module = _backend.load(target)
     if num_ranks > module.MAX_RANKS:
         raise DcpUnsupported(f"a group must have at most {module.MAX_RANKS} ranks (got {num_ranks})")
-    isa = config.cpu_isa or env.cpu_isa()
-    if isa != "auto" and isa not in module.runnable_variants:
-        usable = ", ".join(module.runnable_variants)
-        raise DcpUnsupported(f"cpu_isa must be one that this build and processor have: {usable} (got {isa!r})")
     return _Prepared(
+        name,
         module,
-        config.region_layout(num_ranks),
+        layout,
         isa,
         _first_given(env.timeout_s(), config.timeout_s),
         _first_given(env.first_call_timeout_s(), config.first_call_timeout_s),
-        env.read_only_views(),
+        make_device,
         {
             "protocol": module.PROTOCOL_VERSION,
             "build": module.BUILD_ID,
+            "target": target,
             "backend": backend,
             **config.shared_fields(),
         },
     )
+
+
+def _prepare_cpu(
+    device: torch.device, config: WorkspaceConfig, backend: str, num_ranks: int
+) -> tuple[str, str, str, RegionLayout, Callable[[int, ParallelFor | None], Any]]:
+    """Target, name of the device, compilation, layout, and what makes the device."""
+    module = _backend.load("cpu")
+    isa = config.cpu_isa or env.cpu_isa()
+    if isa != "auto" and isa not in module.runnable_variants:
+        usable = ", ".join(module.runnable_variants)
+        raise DcpUnsupported(f"cpu_isa must be one that this build and processor have: {usable} (got {isa!r})")
+    layout, read_only_views = config.region_layout(num_ranks), env.read_only_views()
+
+    def make_device(num_cpus: int, parallel_for: ParallelFor | None) -> CpuDevice:
+        return CpuDevice(
+            config, layout, num_cpus=num_cpus, parallel_for=parallel_for, read_only_views=read_only_views
+        )
+
+    return "cpu", "cpu", isa, layout, make_device
+
+
+def _prepare_cuda(
+    device: torch.device, config: WorkspaceConfig, backend: str, num_ranks: int
+) -> tuple[str, str, str, RegionLayout, Callable[[int, ParallelFor | None], Any]]:
+    """The same of an NVIDIA GPU."""
+    if torch.version.hip is not None:
+        raise DcpUnsupported("device must have a target: there is none for ROCm in this version (got a ROCm build of torch)")
+    for name, is_fine in {
+        'backend="collective"': backend != "collective",
+        "zero_copy": not config.zero_copy,
+    }.items():
+        if not is_fine:
+            raise DcpUnsupported(f"{name} must come with device cpu (got {str(device)!r})")
+    module = _backend.load("cuda")
+    module.require_device(device.index or 0)
+    if not torch.cuda.is_available():
+        raise DcpUnsupported(f"device {str(device)!r} needs a torch that was built for CUDA (got {torch.__version__})")
+    if torch.cuda.is_current_stream_capturing():
+        raise DcpInvalidArgument("workspace: must be made before a graph is captured (a capture is going on)")
+    from dcpkernels._cuda_device import CudaDevice, require_room  # it needs much that a CPU does not
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    layout = config.region_layout(num_ranks, "cuda")
+    require_room(config, layout, index)
+    return "cuda", f"cuda:{index}", "cuda", layout, lambda *_: CudaDevice(config, layout, module, index)
 
 
 def _closed_error(op: str) -> DcpError:

@@ -39,7 +39,10 @@ PACKAGE_LAYERS = {
     "config": LEAVES | {"env", "_check", "region_layout"},
     "_channels": LEAVES,
     "_gathers": LEAVES | {"config", "_check", "region_layout"},
-    "_direct": LEAVES | {"config", "heap", "_check", "_backend", "_channels", "_faults", "_gathers", "region_layout"},
+    # What a device is to _direct; only workspace knows which there are.
+    "_cpu_device": LEAVES | {"config", "heap", "_backend", "_channels", "region_layout"},
+    "_cuda_device": LEAVES | {"config", "heap", "_link_check", "region_layout"},
+    "_direct": LEAVES | {"config", "heap", "_check", "_faults", "_gathers", "region_layout"},
     "_streams": LEAVES | {"heap.group", "_faults", "region_layout"},
     "_collective_gathers": LEAVES
     | {"config", "_check", "_faults", "_gathers", "_streams", "region_layout"},
@@ -47,7 +50,8 @@ PACKAGE_LAYERS = {
     | {"config", "heap.group", "_check", "_collective_gathers", "_faults", "_streams", "region_layout"},
     # _self_check uses ops on a workspace; only its method imports it, when it is called.
     "workspace": LEAVES
-    | {"env", "config", "heap", "_check", "_backend", "_channels", "_direct", "collective", "region_layout", "_self_check"},
+    | {"env", "config", "heap", "_check", "_backend", "_channels", "_cpu_device", "_cuda_device", "_direct"}
+    | {"collective", "region_layout", "_self_check"},
     "_self_check": LEAVES | {"kv_gather_plan", "ops", "reference"},
     "ops": LEAVES | {"_check", "kv_gather_plan"},
     "testing": LEAVES | {"", "heap", "layout", "reference", "testing"},

@@ -245,7 +245,7 @@ def test_for_engine_computes_max_num_tokens():
 @pytest.mark.parametrize(
     "changed",
     [
-        *({"num_channels": value} for value in (0, -1, 1025, 1.0, True, None, "2")),
+        *({"num_channels": value} for value in (0, -1, 1025, 1.0, True, "2")),
         *({"zero_copy": value} for value in (1, 0, None, "yes", torch.tensor(True))),
         *({"wire": value} for value in ("", "pull", None, 1, ["bulk"])),
         *({"packet_bytes": value} for value in (0, 4, 12, 64, 8.0, True, None, "8")),

@@ -143,11 +143,15 @@ def test_timeouts_and_cpu_variants_may_differ():
     run_ranks(body, 2)
 
 
-@pytest.mark.parametrize("device", ["cuda", "meta", torch.device("meta")])
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "meta", torch.device("meta")])
 def test_a_device_without_a_target(device):
     (group,) = ThreadGroup.create(1)
-    with pytest.raises(DcpUnsupported, match="device"):
+    text = "target cuda: " if "cuda" in str(device) else "device must have a target: cpu or cuda"
+    with pytest.raises(DcpUnsupported, match=text):
         Workspace(group, device=device, config=CONFIG)
+    for config in ({"zero_copy": True}, {"cuda_heap": "torch"}):
+        with pytest.raises(DcpUnsupported):
+            Workspace(group, device=device, config=dataclasses.replace(CONFIG, **config))
     with pytest.raises(DcpInvalidArgument, match="config must be a WorkspaceConfig"):
         Workspace(group)
     with pytest.raises(DcpInvalidArgument, match="group"):

@@ -8,7 +8,8 @@
 //   threads   Cta {index, thread_rank, size, sync, broadcast, shared<S>}
 //             Lanes<N> {rank, size, group, num_groups, sync, broadcast, kMaxGroups}
 //   launch    launch<Kernel>(params, launch): every channel of it runs Kernel::run(cta, params), maybe all at
-//             once, with a Kernel::Shared
+//             once, with a Kernel::Shared. On the host: device_fault(device, text, size): "", or why that device runs
+//             no kernel of this build
 //   order     load_acquire_sys, load_relaxed_sys, store_release_sys, store_relaxed_sys (u32, u64, i64)
 //             load_after_reads_sys: for an own word; not before earlier loads of this thread
 //             fetch_add, compare_exchange_sys

@@ -11,6 +11,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdio>
+
 #include "core/types.h"
 
 #define DCP_FN __device__ __forceinline__
@@ -85,19 +87,85 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   Kernel::run(Cta(first_channel + int(blockIdx.x), &shared), params);
 }
 
-// Enqueues Kernel::run for the channels of `launch`, a block each, on its stream.
+// The device of a launch, for as long as this lives. A thread that an engine has just started is on device 0.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) : device_(device) {
+    status_ = cudaGetDevice(&before_);
+    if (status_ == cudaSuccess && before_ != device_) status_ = cudaSetDevice(device_);
+  }
+  ~DeviceGuard() {
+    if (status_ == cudaSuccess && before_ != device_) cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+  cudaError_t status() const { return status_; }
+
+ private:
+  const int device_;
+  int before_ = -1;
+  cudaError_t status_;
+};
+
+// Enqueues Kernel::run for the channels of `launch`, a block each, on its stream. Without channels it loads
+// the kernel: to load one later, while a kernel of this process waits for a peer, could wait for that one.
 template <class Kernel>
 inline Status launch(const typename Kernel::Params& params, const Launch& launch) {
-  if (launch.end_channel <= launch.first_channel) return Status::kOk;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(launch.end_channel - launch.first_channel));
-  config.blockDim = dim3(kNumThreads);
-  config.stream = static_cast<cudaStream_t>(launch.stream);
-  if (cudaLaunchKernelEx(&config, kernel_entry<Kernel>, params, int(launch.first_channel)) == cudaSuccess) {
-    return Status::kOk;
+  const DeviceGuard guard(launch.device);
+  cudaError_t error = guard.status();
+  if (error == cudaSuccess && launch.end_channel <= launch.first_channel) {
+    cudaFuncAttributes attributes;
+    error = cudaFuncGetAttributes(&attributes, kernel_entry<Kernel>);
+  } else if (error == cudaSuccess) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(unsigned(launch.end_channel - launch.first_channel));
+    config.blockDim = dim3(kNumThreads);
+    config.stream = static_cast<cudaStream_t>(launch.stream);
+    error = cudaLaunchKernelEx(&config, kernel_entry<Kernel>, params, int(launch.first_channel));
   }
+  if (error == cudaSuccess) return Status::kOk;
   cudaGetLastError();  // forgets it: else the caller's next call would report it as its own
   return Status::kLaunchFailed;
+}
+
+// As much of a kernel as it takes to see whether the module has code for a device.
+struct NoKernel {
+  struct Params {};
+  struct Shared {};
+  static DCP_FN Status run(const Cta&, const Params&) { return Status::kOk; }
+};
+
+// A template, so that only who asks compiles the kernel that it asks about.
+template <class Kernel = NoKernel>
+inline void device_fault(int device, char* text, size_t size) {
+  text[0] = '\0';
+  int driver = 0, num_devices = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
+    std::snprintf(text, size,
+                  "an NVIDIA driver must be installed (there is no libcuda.so.1, or it has no version)");
+    return;
+  }
+  const cudaError_t counted = cudaGetDeviceCount(&num_devices);
+  if (counted == cudaErrorInsufficientDriver) {
+    std::snprintf(
+        text, size,
+        "the NVIDIA driver must support CUDA %d.%d, which this module was built with (it supports %d.%d: "
+        "update it)",
+        CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, driver / 1000, driver % 1000 / 10);
+  } else if (counted != cudaSuccess) {
+    std::snprintf(text, size, "the NVIDIA driver must find a device (%s: %s)", cudaGetErrorName(counted),
+                  cudaGetErrorString(counted));
+  } else if (device < 0 || device >= num_devices) {
+    std::snprintf(text, size, "device must be below the number of devices, %d (got %d)", num_devices, device);
+  } else if (launch<Kernel>({}, {0, 0, nullptr, device}) != Status::kOk) {
+    cudaDeviceProp found = {};
+    cudaGetDeviceProperties(&found, device);
+    std::snprintf(
+        text, size,
+        "the module must have code for device %d (%s, compute capability %d.%d; setup.py says what it "
+        "was built for)",
+        device, found.name, found.major, found.minor);
+  }
 }
 
 // ---- order

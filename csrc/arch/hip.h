@@ -117,6 +117,9 @@ kernel_entry(const typename Kernel::Params params, int first_channel) {
 Status launch_from_code_object(const void* kernel, const Launch& launch, int num_threads, const void* params,
                                size_t params_bytes);
 
+// "", or why `device` runs no kernel of this build; defined beside it.
+void device_fault(int device, char* text, size_t size);
+
 // Enqueues Kernel::run for the channels of `launch`, a block each, on its stream.
 template <class Kernel>
 inline Status launch(const typename Kernel::Params& params, const Launch& launch) {

@@ -113,18 +113,19 @@ class A2aLseReducePlan : Call, public Plan {
     p_.symm = endpoint.symm();
     p_.control = endpoint.control();
     p_.wait = endpoint.wait();
-    const SymmView& symm = p_.symm;
-    p_.num_nonfinite_lse = &DCP_NS::stream_state(symm, p_.control, symm.rank, p_.stream_idx)->nonfinite_lse;
+    const uint64_t base = endpoint.base();
+    const SymmView own = {&base, 0, 1};
+    p_.num_nonfinite_lse = &DCP_NS::stream_state(own, p_.control, 0, p_.stream_idx)->nonfinite_lse;
     if (p_.wire == Wire::kPull) {
-      const uint64_t base = symm.bases[symm.rank];
       buffers_ = {base + p_.buffer_offset, int64_t(2 * p_.buffer_bytes)};
       all_buffers_ = {base + geometry.all_buffers_offset, int64_t(geometry.all_buffers_bytes)};
     }
   }
 
   int operator()(uint64_t partial_out, uint64_t partial_lse, uint64_t out, uint64_t out_lse,
-                 uint64_t seq_lens, uint64_t query_start_loc) {
-    return run([&] { return prepare(partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc); });
+                 uint64_t seq_lens, uint64_t query_start_loc, uint64_t stream) {
+    return run(stream,
+               [&] { return prepare(partial_out, partial_lse, out, out_lse, seq_lens, query_start_loc); });
   }
   static int in_threads(const py::object& self, const py::function& parallel_for, uint64_t partial_out,
                         uint64_t partial_lse, uint64_t out, uint64_t out_lse, uint64_t seq_lens,
@@ -149,9 +150,9 @@ class A2aLseReducePlan : Call, public Plan {
   uint64_t call() const override {
     return DCP_NS::call_descriptor(Op::kA2aLseReduce, p_.lane, p_.dtype, p_.lse_base, p_.num_tokens);
   }
-  void finish(int status) override {
-    // A part of a result is no result.
-    if (status != 0 && num_channels() > 1) fns_.discard(p_, {0, num_channels(), nullptr});
+  void finish(int status, bool is_whole) override {
+    // A part of a result is no result. The last channel sees to that, if it comes.
+    if (!is_whole) fns_.discard(p_, {0, num_channels(), nullptr, endpoint_.device()});
     if (p_.wire == Wire::kPull) take_buffer(status);
   }
 
@@ -192,6 +193,7 @@ class A2aLseReduceExchange : Call {
     const Variant* variant = find_variant(isa.c_str());
     DCP_CHECK(variant != nullptr, 0);
     DCP_CHECK(rank >= 0 && rank < geometry.num_ranks, rank);
+    require_device(*variant, 0);
     fns_ = variant->a2a_lse_reduce();
     p_.symm = {bases_.data(), rank, geometry.num_ranks};
     p_.control.num_channels = 1;
@@ -213,17 +215,17 @@ class A2aLseReduceExchange : Call {
           send + chunk(DCP_NS::staging_slot(peer, rank)) - chunk(DCP_NS::staging_slot(rank, peer));
     }
     py::gil_scoped_release no_gil;
-    fns_.pack(p_, {0, 1, nullptr});
+    fns_.pack(p_, {0, 1, nullptr, 0});
   }
   void merge(uint64_t receive, int64_t first_row, int64_t num_rows) {
     set_rows(first_row, num_rows);
     bases_[size_t(p_.symm.rank)] = receive;
     py::gil_scoped_release no_gil;
-    fns_.merge(p_, {0, 1, nullptr});
+    fns_.merge(p_, {0, 1, nullptr, 0});
   }
   void discard() {
     py::gil_scoped_release no_gil;
-    fns_.discard(p_, {0, 1, nullptr});
+    fns_.discard(p_, {0, 1, nullptr, 0});
   }
   uint64_t num_nonfinite_lse() const { return num_nonfinite_lse_; }
 
@@ -245,7 +247,7 @@ class A2aLseReduceExchange : Call {
 
 void bind_a2a_lse_reduce(py::module_& module) {
   module.attr("NO_ADDRESS") = kNoAddress;
-  py::class_<Geometry>(module, "A2aLseReduceGeometry")
+  py::class_<Geometry>(module, "A2aLseReduceGeometry", py::module_local())
       .def(py::init<int, int, int, int, int, int, int, int64_t, const StagingLayout&, uint64_t,
                     const StagingLayout&, uint64_t, uint64_t, uint64_t, uint64_t, int>(),
            py::kw_only(), py::arg("wire"), py::arg("dtype"), py::arg("lane"), py::arg("stream_idx"),
@@ -257,16 +259,16 @@ void bind_a2a_lse_reduce(py::module_& module) {
     define(py::arg("partial_out"), py::arg("partial_lse"), py::arg("out"), py::arg("out_lse"),
            py::arg("seq_lens"), py::arg("query_start_loc"));
   };
-  py::class_<A2aLseReducePlan> plan(module, "A2aLseReducePlan");
+  py::class_<A2aLseReducePlan> plan(module, "A2aLseReducePlan", py::module_local());
   plan.def(py::init<Endpoint&, const Geometry&, int, int, int64_t, int, std::array<int64_t, 8>>(),
            py::keep_alive<1, 2>(), py::kw_only(), py::arg("endpoint"), py::arg("geometry"),
            py::arg("lse_dtype"), py::arg("lse_base"), py::arg("num_tokens"), py::arg("num_seqs"),
            py::arg("strides"));
   addresses([&](auto... args) {
-    plan.def("__call__", &A2aLseReducePlan::operator(), args...)
+    plan.def("__call__", &A2aLseReducePlan::operator(), args..., py::arg("stream") = 0)
         .def("run_in_threads", &A2aLseReducePlan::in_threads, py::arg("parallel_for"), args...);
   });
-  py::class_<A2aLseReduceExchange> exchange(module, "A2aLseReduceExchange");
+  py::class_<A2aLseReduceExchange> exchange(module, "A2aLseReduceExchange", py::module_local());
   exchange
       .def(py::init<const std::string&, int, const Geometry&, int, int, int64_t, int,
                     std::array<int64_t, 8>>(),

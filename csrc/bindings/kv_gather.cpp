@@ -27,8 +27,8 @@ class KvGatherLane : public Plan {
     int64_t num_source_rows;
     int64_t cache_bytes;  // from the first row to the last one
   };
-  int start(uint64_t cache, const Source& source, int64_t chunk_idx, uint32_t plan_digest) {
-    return run([&] { return prepare_start(cache, source, chunk_idx, plan_digest); });
+  int start(uint64_t cache, const Source& source, int64_t chunk_idx, uint32_t plan_digest, uint64_t stream) {
+    return run(stream, [&] { return prepare_start(cache, source, chunk_idx, plan_digest); });
   }
   static int start_in_threads(const py::object& self, const py::function& parallel_for, uint64_t cache,
                               const Source& source, int64_t chunk_idx, uint32_t plan_digest) {
@@ -40,9 +40,10 @@ class KvGatherLane : public Plan {
   // `out`: address of the bf16 tensor to convert into, out_stride its row stride in bytes; 0: none. `scale`
   // as in QueryGatherPlan.
   int wait(int64_t chunk_idx, uint32_t plan_digest, int64_t num_rows, uint64_t out, int64_t out_stride,
-           uint64_t scale, float scale_value) {
-    return run(
-        [&] { return prepare_wait(chunk_idx, plan_digest, num_rows, out, out_stride, scale, scale_value); });
+           uint64_t scale, float scale_value, uint64_t stream) {
+    return run(stream, [&] {
+      return prepare_wait(chunk_idx, plan_digest, num_rows, out, out_stride, scale, scale_value);
+    });
   }
   static int wait_in_threads(const py::object& self, const py::function& parallel_for, int64_t chunk_idx,
                              uint32_t plan_digest, int64_t num_rows, uint64_t out, int64_t out_stride,
@@ -82,8 +83,8 @@ class KvGatherLane : public Plan {
     p_.out = reinterpret_cast<void*>(out);
     p_.out_stride = out_stride;
     p_.num_rows = num_rows;
-    scale_value_ = scale_value;
-    p_.scale = scale != 0 ? reinterpret_cast<const float*>(scale) : &scale_value_;
+    p_.scale = reinterpret_cast<const float*>(scale);
+    p_.scale_value = scale_value;
     waits_ = true;
     return 0;
   }
@@ -91,7 +92,7 @@ class KvGatherLane : public Plan {
     return waits_ ? fns_.wait(p_, channels) : fns_.start(p_, channels);
   }
   uint64_t call() const override { return p_.call; }
-  void finish(int status) override {
+  void finish(int status, bool) override {
     is_started_ = !waits_ && status == 0;
     num_started_ += is_started_;
   }
@@ -101,35 +102,39 @@ class KvGatherLane : public Plan {
   const int lane_;
   bool waits_ = false, is_started_ = false;
   uint64_t num_started_ = 0;
-  float scale_value_ = 1.0f;
 };
 
 }  // namespace
 
 void bind_kv_gather(py::module_& module) {
   using Lane = KvGatherLane;
-  py::class_<Lane::Source>(module, "KvGatherSource")
+  py::class_<Lane::Source>(module, "KvGatherSource", py::module_local())
       .def(py::init<int64_t, int64_t, int64_t, int64_t, uint64_t, uint64_t, int64_t, int64_t>(),
            py::kw_only(), py::arg("block_size"), py::arg("block_stride"), py::arg("row_stride"),
            py::arg("row_bytes"), py::arg("source_rows"), py::arg("final_rows"), py::arg("num_source_rows"),
            py::arg("cache_bytes"));
-  py::class_<Lane> lane(module, "KvGatherLane");
+  py::class_<Lane> lane(module, "KvGatherLane", py::module_local());
   lane.def(py::init<Endpoint&, int, int, uint64_t, uint64_t>(), py::keep_alive<1, 2>(), py::kw_only(),
            py::arg("endpoint"), py::arg("lane"), py::arg("stream_idx"), py::arg("buffer_offset"),
            py::arg("buffer_bytes"))
       .def_property_readonly("buffer_idx", &Lane::buffer_idx);
-  const auto start = [&](const char* name, auto function, auto... first) {
-    lane.def(name, function, first..., py::arg("cache"), py::arg("source"), py::arg("chunk_idx"),
-             py::arg("plan_digest"));
+  const py::arg parallel_for("parallel_for");
+  const py::arg_v stream = py::arg("stream") = 0;
+  const auto start = [&](auto&& define) {
+    define(py::arg("cache"), py::arg("source"), py::arg("chunk_idx"), py::arg("plan_digest"));
   };
-  const auto wait = [&](const char* name, auto function, auto... first) {
-    lane.def(name, function, first..., py::arg("chunk_idx"), py::arg("plan_digest"), py::arg("num_rows"),
-             py::arg("out"), py::arg("out_stride"), py::arg("scale"), py::arg("scale_value"));
+  const auto wait = [&](auto&& define) {
+    define(py::arg("chunk_idx"), py::arg("plan_digest"), py::arg("num_rows"), py::arg("out"),
+           py::arg("out_stride"), py::arg("scale"), py::arg("scale_value"));
   };
-  start("start", &Lane::start);
-  start("start_in_threads", &Lane::start_in_threads, py::arg("parallel_for"));
-  wait("wait", &Lane::wait);
-  wait("wait_in_threads", &Lane::wait_in_threads, py::arg("parallel_for"));
+  start([&](auto... args) {
+    lane.def("start", &Lane::start, args..., stream)
+        .def("start_in_threads", &Lane::start_in_threads, parallel_for, args...);
+  });
+  wait([&](auto... args) {
+    lane.def("wait", &Lane::wait, args..., stream)
+        .def("wait_in_threads", &Lane::wait_in_threads, parallel_for, args...);
+  });
 }
 
 }  // namespace dcp

@@ -1,5 +1,5 @@
-// The module dcpkernels._C_cpu: the only code that sees pybind11, together with its neighbours in this
-// folder.
+// The module dcpkernels._C_cpu, _C_cuda, ...: the only code that sees pybind11, together with its neighbours
+// in this folder.
 #include <pybind11/stl.h>
 
 #include "bindings/handle.h"
@@ -13,7 +13,7 @@ namespace {
 
 py::dict fault_dict(const Endpoint& endpoint) {
   endpoint.require_open();
-  const DCP_NS::Fault fault = DCP_NS::read_fault(endpoint.symm(), endpoint.control());
+  const DCP_NS::Fault fault = DCP_NS::read_fault(endpoint.host_symm(), endpoint.control());
   py::dict out;
   out["kind"] = int(fault.kind);
   out["reporter"] = fault.reporter;
@@ -33,7 +33,7 @@ std::tuple<uint64_t, uint64_t, uint64_t> stream_counters(const Endpoint& endpoin
   endpoint.require_open();
   DCP_CHECK(stream_idx >= 0 && stream_idx < endpoint.control().num_streams, stream_idx);
   const StreamState* state =
-      DCP_NS::stream_state(endpoint.symm(), endpoint.control(), endpoint.symm().rank, stream_idx);
+      DCP_NS::stream_state(endpoint.host_symm(), endpoint.control(), endpoint.symm().rank, stream_idx);
   namespace arch = DCP_NS::arch;
   return {arch::load_acquire_sys(&state->epoch), arch::load_relaxed_sys(&state->num_calls),
           arch::load_relaxed_sys(&state->nonfinite_lse)};
@@ -50,9 +50,12 @@ std::vector<std::string> variants(bool runs_here) {
 }  // namespace
 }  // namespace dcp
 
-PYBIND11_MODULE(_C_cpu, module) {
+#define DCP_NAME_OF(module) #module
+#define DCP_NAME(module) DCP_NAME_OF(module)
+
+PYBIND11_MODULE(DCP_MODULE, module) {
   using namespace dcp;
-  module.doc() = "CPU target of dcpkernels";
+  module.doc() = "Target " DCP_NAME(DCP_MODULE) " of dcpkernels";
   module.attr("BUILD_ID") = DCP_BUILD_ID;
   module.attr("PROTOCOL_VERSION") = kProtocolVersion;
   module.attr("MAX_RANKS") = kMaxRanks;
@@ -63,6 +66,7 @@ PYBIND11_MODULE(_C_cpu, module) {
   module.attr("CHANNEL_BYTES") = sizeof(ChannelState) + sizeof(Doorbell);
   module.attr("STATUS_FAULTED") = int(Status::kFaulted);
   module.attr("STATUS_BUSY") = int(Status::kBusy);
+  module.attr("STATUS_LAUNCH_FAILED") = int(Status::kLaunchFailed);
   module.attr("STATUS_OVERLAP") = kOverlap;
   module.attr("STATUS_NO_MEMORY") = kNoMemory;
   module.attr("STATUS_CLOSED") = kClosed;
@@ -73,20 +77,21 @@ PYBIND11_MODULE(_C_cpu, module) {
   module.attr("built_variants") = variants(false);
   module.attr("runnable_variants") = variants(true);
 
-  py::class_<ControlLayout>(module, "ControlLayout")
+  py::class_<ControlLayout>(module, "ControlLayout", py::module_local())
       .def(py::init<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, int32_t, int32_t>(), py::kw_only(),
            py::arg("fault_offset"), py::arg("streams_offset"), py::arg("stream_bytes"),
            py::arg("flags_offset"), py::arg("flags_bytes"), py::arg("num_streams"), py::arg("num_channels"));
 
-  py::class_<StagingLayout>(module, "StagingLayout")
+  py::class_<StagingLayout>(module, "StagingLayout", py::module_local())
       .def(py::init<uint64_t, uint64_t, int64_t>(), py::kw_only(), py::arg("offset"), py::arg("row_bytes"),
            py::arg("num_rows"));
 
-  py::class_<Endpoint>(module, "Endpoint")
-      .def(py::init<int, std::vector<uint64_t>, std::vector<uint64_t>, uint64_t,
+  py::class_<Endpoint>(module, "Endpoint", py::module_local())
+      .def(py::init<int, std::vector<uint64_t>, std::vector<uint64_t>, uint64_t, uint64_t, uint64_t, int,
                     const std::vector<std::pair<uint64_t, int64_t>>&, std::vector<int>, const ControlLayout&,
                     int64_t, int64_t, int, int, const std::string&>(),
            py::kw_only(), py::arg("rank"), py::arg("bases"), py::arg("gather_bases"), py::arg("multicast"),
+           py::arg("bases_table") = 0, py::arg("host_control") = 0, py::arg("device") = 0,
            py::arg("reserved"), py::arg("socket_fds"), py::arg("control"), py::arg("timeout_ns"),
            py::arg("first_timeout_ns"), py::arg("num_spins"), py::arg("num_yields"), py::arg("isa"))
       .def_property_readonly("isa", [](const Endpoint& endpoint) { return endpoint.variant().name; })
@@ -98,10 +103,21 @@ PYBIND11_MODULE(_C_cpu, module) {
           },
           py::arg("address"), py::arg("num_bytes"))
       .def("fault", &fault_dict)
+      .def(
+          "refresh", [](const Endpoint& endpoint, const py::bytes& words) { endpoint.refresh(words); },
+          py::arg("control_words"))
       .def("close", &Endpoint::close)
       .def("hand_out_buffer", &Endpoint::hand_out_buffer, py::arg("stream_idx"))
       .def("stream_counters", &stream_counters, py::arg("stream_idx"));
 
+  module.def(
+      "require_device",
+      [](int device, const std::string& isa) {
+        const Variant* variant = find_variant(isa.c_str());
+        DCP_CHECK(variant != nullptr, device);
+        require_device(*variant, device);
+      },
+      py::arg("device") = 0, py::arg("isa") = "auto");
   module.def(
       "call_descriptor",
       [](int op, int lane, int dtype, int lse_base, int64_t num_tokens) {

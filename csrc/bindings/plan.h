@@ -29,13 +29,15 @@ class Plan {
   // The descriptor of the call in flight.
   virtual uint64_t call() const = 0;
   // No channel runs any more. `status` is the first of all channels that is not 0.
-  virtual void finish(int status) { (void)status; }
+  // `is_whole`: all of them have run.
+  virtual void finish(int status, bool is_whole) = 0;
 
-  // `prepare()` takes the arguments once the lane is claimed: 0, or a code, and then nothing is run.
+  // `prepare()` takes the arguments once the lane is claimed: 0, or a code, and then nothing is run. `stream`
+  // is the device's, whose order the call takes.
   template <class Prepare>
-  int run(const Prepare& prepare) {
+  int run(uint64_t stream, const Prepare& prepare) {
     const int code = begin(prepare);
-    return code != 0 ? code : end(run_channels(0, num_channels()));
+    return code != 0 ? code : end(run_channels(0, num_channels(), stream), true);
   }
 
   // The same, where `parallel_for(num_channels, body)` calls body(first, end) for ranges of channels in any
@@ -64,7 +66,7 @@ class Plan {
       py::gil_scoped_release no_gil;
       usleep(100);
     }
-    const int status = plan.end(is_whole ? plan.threads_.status : int(Status::kFaulted));
+    const int status = plan.end(is_whole ? plan.threads_.status : int(Status::kFaulted), is_whole);
     if (error) std::rethrow_exception(error);
     return is_whole ? status : kChannelsMissing;
   }
@@ -79,27 +81,30 @@ class Plan {
   int begin(const Prepare& prepare) {
     if (!endpoint_.begin_call()) return kClosed;
     int code = int(Status::kBusy);
-    if (DCP_NS::claim_call(endpoint_.symm(), endpoint_.control(), stream_idx_)) {
-      code = prepare();
-      if (code != 0) DCP_NS::release_call(endpoint_.symm(), endpoint_.control(), stream_idx_);
+    if (DCP_NS::claim_call(endpoint_.host_symm(), endpoint_.control(), stream_idx_)) {
+      // A kernel that faulted has told nobody yet: its call returned before it ran.
+      const bool is_faulted = endpoint_.is_asynchronous() && endpoint_.is_poisoned();
+      code = is_faulted ? int(Status::kFaulted) : prepare();
+      if (code != 0) DCP_NS::release_call(endpoint_.host_symm(), endpoint_.control(), stream_idx_);
     }
     if (code != 0) endpoint_.end_call();
     return code;
   }
 
-  // Runs channels [first_channel, end_channel) in this thread.
-  int run_channels([[maybe_unused]] int first_channel, [[maybe_unused]] int end_channel) {
+  // Runs channels [first_channel, end_channel) in this thread, or enqueues them.
+  int run_channels([[maybe_unused]] int first_channel, [[maybe_unused]] int end_channel,
+                   [[maybe_unused]] uint64_t stream = 0) {
     Status status = Status::kOk;
     py::gil_scoped_release no_gil;
 #if !defined(DCP_STUB_KERNEL)  // the test build measures what a call costs around the kernel
-    status = launch({first_channel, end_channel, nullptr});
+    status = launch({first_channel, end_channel, reinterpret_cast<void*>(stream), endpoint_.device()});
 #endif
     return int(status);
   }
 
-  int end(int status) {
-    finish(status);
-    DCP_NS::release_call(endpoint_.symm(), endpoint_.control(), stream_idx_);
+  int end(int status, bool is_whole) {
+    finish(status, is_whole);
+    DCP_NS::release_call(endpoint_.host_symm(), endpoint_.control(), stream_idx_);
     endpoint_.end_call();
     if (status == int(Status::kFaulted) && PyErr_Occurred() != nullptr) throw py::error_already_set();
     return status;
@@ -119,7 +124,7 @@ class Plan {
   }
 
   // Ends the call on all ranks, and soon in channels of this rank that still run.
-  void abandon() { DCP_NS::abandon_call(endpoint_.symm(), endpoint_.control(), stream_idx_, call()); }
+  void abandon() { DCP_NS::abandon_call(endpoint_.host_symm(), endpoint_.control(), stream_idx_, call()); }
 
   // Of `run_in_threads`; like all of a plan, guarded by the GIL.
   struct {

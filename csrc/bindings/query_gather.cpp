@@ -56,15 +56,17 @@ class QueryGatherPlan : public Plan {
     p_.buffer_offset = buffer_offset;
     p_.stream_idx = stream_idx;
     p_.symm = endpoint.symm();
-    p_.buffers = endpoint.gather_buffers();
+    p_.buffers = p_.publish_to = endpoint.gather_buffers();
+    // On a CPU, whose multicast is a plain store, every byte is a unit.
+    if (endpoint.is_asynchronous() && !p_.has_units) p_.publish_to.multicast = 0;
     p_.control = endpoint.control();
     p_.wait = endpoint.wait();
   }
 
   // `scale`: address of an fp32 number, or 0: then it is `scale_value`.
   using Addresses = std::array<uint64_t, kMaxQueryParts>;
-  int operator()(const Addresses& parts, uint64_t out, uint64_t scale, float scale_value) {
-    return run([&] { return prepare(parts, out, scale, scale_value); });
+  int operator()(const Addresses& parts, uint64_t out, uint64_t scale, float scale_value, uint64_t stream) {
+    return run(stream, [&] { return prepare(parts, out, scale, scale_value); });
   }
   static int in_threads(const py::object& self, const py::function& parallel_for, const Addresses& parts,
                         uint64_t out, uint64_t scale, float scale_value) {
@@ -86,11 +88,12 @@ class QueryGatherPlan : public Plan {
     }
     // An `out` without rows has no memory, and is wanted all the same: it decides how many rounds there are.
     p_.out = has_out_ ? reinterpret_cast<void*>(out != 0 ? out : kNoAddress) : nullptr;
-    scale_value_ = scale_value;
-    p_.scale = scale != 0 ? reinterpret_cast<const float*>(scale) : &scale_value_;
+    p_.scale = reinterpret_cast<const float*>(scale);
+    p_.scale_value = scale_value;
     return 0;
   }
   Status launch(const Launch& channels) override { return fns_.run(p_, channels); }
+  void finish(int, bool) override {}
   uint64_t call() const override {
     if (p_.releases) return DCP_NS::release_descriptor(p_.lane);
     return DCP_NS::query_descriptor(p_.lane, p_.dtype, has_out_, p_.num_tokens);
@@ -101,14 +104,13 @@ class QueryGatherPlan : public Plan {
   const bool has_out_;
   int64_t part_bytes_[kMaxQueryParts] = {};
   int64_t out_bytes_ = 0;
-  float scale_value_ = 1.0f;
 };
 
 }  // namespace
 
 void bind_query_gather(py::module_& module) {
   module.attr("MAX_QUERY_PARTS") = kMaxQueryParts;
-  py::class_<QueryGatherPlan>(module, "QueryGatherPlan")
+  py::class_<QueryGatherPlan>(module, "QueryGatherPlan", py::module_local())
       .def(py::init<Endpoint&, int, int, int, int64_t, uint64_t, uint64_t, int, int, int64_t, int64_t,
                     const std::vector<PartShape>&, std::optional<std::array<int64_t, 2>>, bool>(),
            py::keep_alive<1, 2>(), py::kw_only(), py::arg("endpoint"), py::arg("lane"), py::arg("stream_idx"),
@@ -116,7 +118,7 @@ void bind_query_gather(py::module_& module) {
            py::arg("buffer_bytes"), py::arg("dtype"), py::arg("source_dtype"), py::arg("num_tokens"),
            py::arg("head_bytes"), py::arg("parts"), py::arg("out"), py::arg("releases"))
       .def("__call__", &QueryGatherPlan::operator(), py::arg("parts"), py::arg("out"), py::arg("scale"),
-           py::arg("scale_value"))
+           py::arg("scale_value"), py::arg("stream") = 0)
       .def("run_in_threads", &QueryGatherPlan::in_threads, py::arg("parallel_for"), py::arg("parts"),
            py::arg("out"), py::arg("scale"), py::arg("scale_value"));
 }

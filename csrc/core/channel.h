@@ -58,6 +58,9 @@ enum class Phase { kBoth, kStart, kWait };
 
 class Channel {
  public:
+  // What StreamState.channels_left counts a faulted channel for, above the channels that are done.
+  static constexpr uint32_t kOneFaulted = 1u << 16;
+
   DCP_FN Channel(const arch::Cta& cta, const SymmView& symm, const ControlLayout& control,
                  const WaitPolicy& policy, int stream_idx, uint64_t call, Phase phase = Phase::kBoth)
       : cta_(cta),
@@ -129,14 +132,15 @@ class Channel {
   }
 
   // Whether the calls of a split round take turns: a start when every started round has been waited for, a
-  // wait when one has not. Otherwise it would return a round without this rank's own rows, or wait for itself.
+  // wait when one has not. Otherwise it would return a round without this rank's own rows, or wait for
+  // itself.
   DCP_FN bool is_in_turn() const {
     const uint64_t started = arch::load_relaxed_sys(&state_->epoch);
     const uint64_t waited = arch::load_relaxed_sys(&state_->waited_epoch);
     return started == (phase_ == Phase::kWait ? next_epoch(waited) : waited);
   }
-  // Whether buffer `buffer_idx` was lent in the round before this one: its reader is this rank's own caller, of
-  // whom `acquire` does not ask.
+  // Whether buffer `buffer_idx` was lent in the round before this one: its reader is this rank's own caller,
+  // of whom `acquire` does not ask.
   DCP_FN bool was_lent_before(int buffer_idx) const {
     return mine_->buffer_epochs[buffer_idx] != 0 &&
            mine_->buffer_epochs[buffer_idx] == previous_epoch(epoch_);
@@ -239,21 +243,28 @@ class Channel {
   }
 
   // Step `leave`: the last channel to finish stores the epoch, so that the next call (or the next replay of a
-  // captured one) finds it in memory. A faulted call tells every peer why. True in one thread of the rank:
-  // the last one, when all channels are done.
-  DCP_FN bool leave(Status status) const {
+  // captured one) finds it in memory. A faulted call tells every peer why, and its host. Not kLeft in one
+  // thread of the rank: that of the last channel, when all are done.
+  enum class Left { kLeft, kLast, kLastFaulted };
+  DCP_FN Left leave(Status status) const {
     cta_.sync();
-    if (cta_.thread_rank() != 0) return false;
-    if (status != Status::kOk) forward_fault(symm_, control_);
+    if (cta_.thread_rank() != 0) return Left::kLeft;
+    if (status != Status::kOk) {
+      forward_fault(symm_, control_);
+      if (policy_.host_fault != nullptr) show_fault(symm_, control_, policy_.host_fault);
+    }
     arch::store_release_sys(&mine_->in_flight, uint64_t(0));
-    if (arch::fetch_add(&state_->channels_left, 1u) + 1 != uint32_t(control_.num_channels)) return false;
+    const uint32_t mine = status == Status::kOk ? 1 : 1 + kOneFaulted;
+    const uint32_t left = arch::fetch_add(&state_->channels_left, mine) + mine;
+    if (left % kOneFaulted != uint32_t(control_.num_channels)) return Left::kLeft;
+    if (left >= kOneFaulted) status = Status::kFaulted;
     arch::store_relaxed_sys(&state_->channels_left, 0u);
     const uint64_t num_calls = arch::load_relaxed_sys(&state_->num_calls);
     if (status == Status::kOk && phase_ != Phase::kStart) {
       arch::store_relaxed_sys(&state_->num_calls, num_calls + 1);
     }
     arch::store_release_sys(last_epoch(), epoch_);
-    return true;
+    return status == Status::kOk ? Left::kLast : Left::kLastFaulted;
   }
 
  private:

@@ -60,4 +60,22 @@ DCP_OUTLINE void report_fault(const SymmView& symm, const ControlLayout& control
   forward_fault(symm, control);
 }
 
+// Copies the cause to where this rank's host can read it, the poison word last. Several channels may do so at
+// once: all write the same.
+DCP_OUTLINE void show_fault(const SymmView& symm, const ControlLayout& control, FaultRecord* host_fault) {
+  const uint64_t word = arch::load_acquire_sys(own_poison(symm, control));
+  const int reporter = int(word >> 48 & 0xff);
+  if (word == 0 || reporter >= symm.num_ranks) return;
+  const FaultRecord* record = symm_at<FaultRecord>(symm, reporter, control.fault_offset);
+  const uint64_t ready = arch::load_acquire_sys(&record->ready);
+  arch::store_relaxed_sys(&host_fault->ranks, arch::load_relaxed_sys(&record->ranks));
+  arch::store_relaxed_sys(&host_fault->lane, arch::load_relaxed_sys(&record->lane));
+  arch::store_relaxed_sys(&host_fault->epoch, arch::load_relaxed_sys(&record->epoch));
+  arch::store_relaxed_sys(&host_fault->my_call, arch::load_relaxed_sys(&record->my_call));
+  arch::store_relaxed_sys(&host_fault->peer_call, arch::load_relaxed_sys(&record->peer_call));
+  arch::store_relaxed_sys(&host_fault->waited_ns, arch::load_relaxed_sys(&record->waited_ns));
+  arch::store_relaxed_sys(&host_fault->ready, ready);
+  arch::store_release_sys(&host_fault->poison, word);
+}
+
 }  // namespace dcp::DCP_NS

@@ -47,10 +47,12 @@ enum class Status : int {
   kLaunchFailed = 3,  // the device did not take the kernel
 };
 
-// Which channels of a kernel run in this launch, and where. A GPU runs all of them in one launch.
+// Which channels of a kernel run in this launch, and where. A GPU runs all of them in one launch; a launch of
+// none only loads the kernel.
 struct Launch {
   int32_t first_channel, end_channel;
-  void* stream;  // of the device; null on a CPU, where the calling thread runs them
+  void* stream;    // of the device; null on a CPU, where the calling thread runs them
+  int32_t device;  // the number of a GPU
 };
 
 enum class FaultKind : uint8_t {
@@ -102,7 +104,7 @@ struct alignas(64) StreamState {
   uint64_t call;           // descriptor of the call in flight, or of the last one
   uint64_t num_calls;      // completed; 0 = the next call is the first and gets the longer deadline
   uint64_t nonfinite_lse;  // LSEs that are not finite on shards that the lengths call non-empty
-  uint32_t channels_left;  // channels of the call in flight that are done
+  uint32_t channels_left;  // channels of the call in flight that are done; those with a fault, times 2^16
   uint32_t in_flight;      // 1: a call is in flight
   // query_gather. 0, or 1 + the T of a gathered query that callers may still read.
   uint64_t open_rows;
@@ -154,6 +156,8 @@ struct WaitPolicy {
   int32_t num_yields;        // yields before the first sleep
   void (*poll_host)(void* context, HostEvents* events);  // called about every 50 ms of a wait; may be null
   void* poll_context;
+  // Null, or where a kernel that ends with a fault leaves the cause for a host that cannot read its region.
+  FaultRecord* host_fault;
 };
 
 // This rank's view of all regions. `bases` lies in memory, not in the struct: a parameter struct that is

@@ -9,12 +9,16 @@
 
 namespace dcp {
 
-#define DCP_DECLARE_OPS(ns)         \
-  namespace ns {                    \
-  A2aLseReduceFns a2a_lse_reduce(); \
-  QueryGatherFns query_gather();    \
-  KvGatherFns kv_gather();          \
+#define DCP_DECLARE_OPS(ns)              \
+  namespace ns {                         \
+  A2aLseReduceFns a2a_lse_reduce();      \
+  QueryGatherFns query_gather();         \
+  KvGatherFns kv_gather();               \
+  void device_fault(int, char*, size_t); \
   }
+#if defined(DCP_HAVE_CUDA)
+DCP_DECLARE_OPS(cuda)
+#endif
 #if defined(DCP_HAVE_V4_BF16)
 DCP_DECLARE_OPS(v4_bf16)
 #endif
@@ -24,7 +28,9 @@ DCP_DECLARE_OPS(v4)
 #if defined(DCP_HAVE_V3)
 DCP_DECLARE_OPS(v3)
 #endif
+#if defined(DCP_HAVE_BASELINE)
 DCP_DECLARE_OPS(baseline)
+#endif
 #undef DCP_DECLARE_OPS
 
 // One compilation of all ops. The first in the table that the processor runs is the default.
@@ -34,6 +40,8 @@ struct Variant {
   A2aLseReduceFns (*a2a_lse_reduce)();
   QueryGatherFns (*query_gather)();
   KvGatherFns (*kv_gather)();
+  // "", or why that device runs no kernel of this build.
+  void (*device_fault)(int device, char* text, size_t size);
 };
 
 #if defined(DCP_HAVE_V4_BF16) || defined(DCP_HAVE_V4) || defined(DCP_HAVE_V3)
@@ -51,8 +59,12 @@ inline bool runs_v4() {
 inline bool runs_v4_bf16() { return runs_v4() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
-#define DCP_VARIANT(ns, runs_here) {#ns, runs_here, &ns::a2a_lse_reduce, &ns::query_gather, &ns::kv_gather}
+#define DCP_VARIANT(ns, runs_here) \
+  {#ns, runs_here, &ns::a2a_lse_reduce, &ns::query_gather, &ns::kv_gather, &ns::device_fault}
 inline constexpr Variant kVariants[] = {
+#if defined(DCP_HAVE_CUDA)
+    DCP_VARIANT(cuda, [] { return true; }),
+#endif
 #if defined(DCP_HAVE_V4_BF16)
     DCP_VARIANT(v4_bf16, runs_v4_bf16),
 #endif
@@ -62,7 +74,9 @@ inline constexpr Variant kVariants[] = {
 #if defined(DCP_HAVE_V3)
     DCP_VARIANT(v3, runs_v3),
 #endif
+#if defined(DCP_HAVE_BASELINE)
     DCP_VARIANT(baseline, [] { return true; }),
+#endif
 };
 #undef DCP_VARIANT
 

@@ -298,13 +298,12 @@ DCP_FN void reduce(const arch::Cta& cta, const Params& p, const Channel* channel
   if (streams) arch::streams_done();
 }
 
-// What a caller sees of a call that failed: NaN in every row, never a stale or half-merged number.
+// What a caller sees of a call that failed: NaN in every row, never a stale or half-merged number. Rows
+// first, first + step, ...
 template <class T>
-DCP_FN void poison_output(const arch::Cta& cta, const Params& p) {
+DCP_FN void poison_output(const arch::Cta& cta, const Params& p, int64_t first, int64_t step) {
   const Lanes lanes(cta);
-  for (int64_t token = 0; token < p.num_tokens; ++token) {
-    // The same rows as `reduce`: a row belongs to a channel by its place in its round.
-    if (token % rows_per_round(p) % p.control.num_channels != cta.index()) continue;
+  for (int64_t token = first; token < p.num_tokens; token += step) {
     for (int h = lanes.group(); h < p.num_local_heads; h += lanes.num_groups()) {
       T* out = static_cast<T*>(p.out) + token * p.out_token_stride + h * p.out_head_stride;
       fill_row(lanes, out, p.head_dim, __builtin_nanf(""));
@@ -343,10 +342,12 @@ struct Kernel {
     }
     count_nonfinite(p, num_nonfinite);
     if (status == Status::kOk) status = kWire == Wire::kPull ? channel.confirm_reads() : channel.confirm();
-    if (status != Status::kOk) poison_output<T>(cta, p);
-    if (channel.leave(status) && status == Status::kOk && p.query_stream_idx >= 0) {
+    const Channel::Left left = channel.leave(status);
+    if (left == Channel::Left::kLast && p.query_stream_idx >= 0) {
       arch::store_relaxed_sys(&query_state(p)->open_rows, uint64_t(0));
     }
+    // Other channels may have merged their rows before the fault.
+    if (cta.broadcast(int(left)) == int(Channel::Left::kLastFaulted)) poison_output<T>(cta, p, 0, 1);
     return status;
   }
 
@@ -411,7 +412,7 @@ struct DiscardKernel {
   using Params = A2aLseReduceParams;
   using Shared = dcp::DCP_NS::Shared;
   static DCP_FN Status run(const arch::Cta& cta, const Params& p) {
-    poison_output<T>(cta, p);
+    poison_output<T>(cta, p, cta.index(), p.control.num_channels);
     return Status::kOk;
   }
 };

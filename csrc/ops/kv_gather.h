@@ -49,7 +49,8 @@ struct KvGatherParams {
   void* out;           // [num_rows, row_bytes], bf16
   int64_t out_stride;  // in bytes
   int64_t num_rows;    // of the chunk
-  const float* scale;
+  const float* scale;  // one number, read during the call, or null: it is scale_value
+  float scale_value;
 
   int64_t row_bytes;  // of a row in the buffer; a multiple of 16
   uint64_t call;      // descriptor: the same on all ranks

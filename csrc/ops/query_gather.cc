@@ -76,8 +76,8 @@ template <class Convert>
 DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round,
                     const arch::PeerStores& stores) {
   const Lanes lanes(cta);
-  const Broadcast broadcast(p.buffers, stores);
-  const float scale = p.scale != nullptr ? *p.scale : 1.0f;
+  const Broadcast broadcast(p.publish_to, stores);
+  const float scale = p.scale != nullptr ? *p.scale : p.scale_value;
   const int64_t num_items = round.num_rows * p.num_local_heads;
   const int num_channels = p.control.num_channels;
   for (int64_t item = cta.index() + int64_t(num_channels) * lanes.group(); item < num_items;
@@ -133,7 +133,7 @@ struct Kernel {
       channel.next_round();
     }
     if (status == Status::kOk) status = channel.confirm();
-    if (channel.leave(status) && status == Status::kOk) {
+    if (channel.leave(status) == Channel::Left::kLast) {
       const bool stays_open = !p.releases && p.out == nullptr;
       arch::store_relaxed_sys(&state->open_rows, stays_open ? uint64_t(p.num_tokens) + 1 : uint64_t(0));
     }
@@ -153,13 +153,13 @@ struct Kernel {
     const int64_t num_bytes = round.num_rows / p.control.num_channels * p.num_local_heads * p.head_bytes;
     const arch::PeerStores stores(channel.store_hint(), num_bytes);
     publish<Convert>(cta, p, round, stores);
-    const bool uses_multicast = has_multicast(p.buffers);
+    const bool uses_multicast = has_multicast(p.publish_to);
     for (bool has_read = false;; has_read = true) {
       channel.signal_all(uses_multicast);
       if (!has_read) stores.finish(cta);
       const Status status = channel.wait();
       if (status != Status::kOk || has_read) return status;
-      arch::broadcast_arrived(uses_multicast);
+      arch::broadcast_arrived(has_multicast(p.buffers));  // peers' parts may have another unit
       if (p.out == nullptr) return status;
       copy_out(cta, p, round, arch::PeerStores(channel.store_hint(), 0));
       channel.next_round();

@@ -48,7 +48,8 @@ struct QueryGatherParams {
   bool quantises;  // parts of type source_dtype become float8 e4m3, divided by *scale
   bool has_units;  // every part begins and ends at a multiple of 16 bytes of the gathered head
   DType source_dtype;
-  const float* scale;
+  const float* scale;  // one number, read during the call, or null: it is scale_value
+  float scale_value;
 
   DType dtype;  // of the gathered query
   int64_t num_tokens;
@@ -62,8 +63,9 @@ struct QueryGatherParams {
   int64_t max_round_rows;
   uint64_t buffer_offset;  // of this lane, in `buffers`
   int32_t stream_idx;
-  SymmView symm;     // flags and control words
-  SymmView buffers;  // where the buffers lie
+  SymmView symm;        // flags and control words
+  SymmView buffers;     // where the buffers lie
+  SymmView publish_to;  // the same; without multicast where that has no unit for this call's parts
   ControlLayout control;
   WaitPolicy wait;
 };

@@ -126,7 +126,7 @@ def _start(op: str, chunk: Chunk, kv_cache: torch.Tensor, workspace: Any, lane: 
 
 def _wait(op: str, chunk: Chunk, workspace: Any, scale: Any, out: Any, lane: int) -> torch.Tensor:
     if scale is not None and out is None:
-        out = torch.empty(chunk.shape, dtype=torch.bfloat16)
+        out = torch.empty(chunk.shape, dtype=torch.bfloat16, device=workspace.device)
     status, view = workspace._open_impl(op).gathers.kv_wait(lane, chunk, out, scale)
     if status in (0, workspace._module.STATUS_FAULTED):  # after anything else it can still be waited for
         workspace._started_chunks.pop(lane, None)

@@ -79,7 +79,7 @@ SITES = (
     Site("confirm: poison is read after the payload",
          LOAD_AFTER_READS, "core/channel.h", "arch::load_after_reads_sys(own_poison(", rf"{PULLS}|{WAITS_KV}"),
     Site("leave: the last channel of the call sees what the others did",
-         FETCH_ADD, "core/channel.h", "arch::fetch_add(&state_->channels_left, 1u)"),
+         FETCH_ADD, "core/channel.h", "arch::fetch_add(&state_->channels_left, mine)"),
     Site("leave: the next call finds everything of this one",
          RELEASE_STORE, "core/channel.h", "arch::store_release_sys(last_epoch(), epoch_);"),
     Site("a fault: whoever sees the poison word ...",

@@ -1,0 +1,126 @@
+"""What the direct backend needs of an NVIDIA GPU: regions in device memory, and the caller's current stream.
+
+A call enqueues one kernel and returns. What a kernel finds wrong it leaves in memory that the host reads at the next
+call (csrc/bindings/plan.h); nothing here waits for the device but `refresh` and `close`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dcpkernels._link_check import check_links
+from dcpkernels.config import WorkspaceConfig
+from dcpkernels.errors import DcpUnsupported
+from dcpkernels.heap.cuda import CudaHeap
+from dcpkernels.heap.group import Deadline, Group
+from dcpkernels.heap.torch_symmetric import TorchSymmetricHeap
+from dcpkernels.region_layout import RegionLayout
+
+# Looks at a flag before the first pause: about what a flag takes through NVLink.
+_NUM_SPINS = 1000
+
+
+class CudaDevice:
+    """Of one rank. It refers to nothing that refers to it, as CpuDevice."""
+
+    heap: CudaHeap | TorchSymmetricHeap
+
+    def __init__(self, config: WorkspaceConfig, layout: RegionLayout, module: Any, index: int) -> None:
+        """`index`: of the device in this process."""
+        self._config, self._layout, self._module, self.index = config, layout, module, index
+
+    def create_heap(
+        self, group: Group, init: Callable[[int], None], payload: dict[str, Any], deadline: Deadline
+    ) -> None:
+        """Collective. Raises, the same on every rank, what the heap's `create` raises."""
+        module, layout, timeout_s = self._module, self._layout, deadline.for_call()
+
+        def check(heap: Any) -> None:
+            check_links(module, heap, group, layout, timeout_s=deadline.for_call(), device=self.index)
+
+        providers = {"driver": CudaHeap, "torch": TorchSymmetricHeap}
+        self.heap = providers[self._config.cuda_heap].create(
+            group,
+            layout.num_bytes,
+            device=self.index,
+            control_nbytes=layout.control_num_bytes,
+            init=init,
+            payload=payload,
+            timeout_s=timeout_s,
+            multicast=self._config.multicast and len(layout.ops) > 1,
+            check_links=check,
+        )
+
+    def endpoint_fields(self) -> dict[str, Any]:
+        """How kernels and host reach the regions, and how patient a wait is."""
+        return {
+            "bases": self.heap.bases,
+            "gather_bases": self.heap.bases,
+            "multicast": self.heap.multicast,
+            "bases_table": self.heap.bases_table,
+            "host_control": self.heap.host_control,
+            "device": self.index,
+            "num_spins": _NUM_SPINS,
+            "num_yields": 0,
+        }
+
+    # -- memory
+
+    def own_tensor(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Bytes of this rank's region, which stay mapped as long as the tensor is referred to."""
+        with torch.inference_mode(False):  # else nobody could write into a view outside of that mode
+            return torch.as_tensor(self.heap.own_memory(offset, num_bytes), device=f"cuda:{self.index}")
+
+    buffer_tensor = own_tensor  # every rank has the buffers of the gathers in its own region
+
+    def buffer_addresses(self, offset: int, num_bytes: int) -> list[int]:
+        """Where these bytes are. (The address for multicast stores is in nobody's tensor.)"""
+        return [self.heap.bases[self.heap.rank] + offset]
+
+    def rows(self, rows: Any) -> tuple[int, Any]:
+        """Where kernels find an array of a plan, and what else has to live until then: a copy on the device."""
+        with torch.inference_mode(False):
+            copy = torch.from_numpy(rows.copy()).to(f"cuda:{self.index}")  # not pinned: this waits until it is there
+        return copy.data_ptr(), copy
+
+    # -- calls
+
+    def calls(
+        self, run: Callable[..., int], run_in_threads: Callable[..., int], stream_idx: int
+    ) -> Callable[..., int]:
+        """What runs the calls of a plan: addresses in, a status out. On the stream that is the caller's then."""
+        current_stream, index = torch._C._cuda_getCurrentRawStream, self.index
+        return lambda *args: run(*args, current_stream(index))
+
+    def warmup(self) -> None:
+        """Every kernel was loaded when the workspace was made."""
+
+    # -- health
+
+    @property
+    def multicast(self) -> str:
+        return self.heap.multicast_reason
+
+    def refresh(self, endpoint: Any) -> None:
+        """Has what the host reads of the region, faults and counters, brought up to date: a copy, for which it waits."""
+        endpoint.refresh(self.heap.read(0, self._layout.control_num_bytes))
+
+    def close(self, *, timeout_s: float) -> None:
+        torch.cuda.synchronize(self.index)  # kernels of ours may still run
+        self.heap.close(timeout_s=timeout_s)
+
+
+def require_room(config: WorkspaceConfig, layout: RegionLayout, index: int) -> None:
+    """All channels that may wait at the same time must find a place on the device: one that did not run could not signal.
+
+    Raises DcpUnsupported.
+    """
+    num_blocks = torch.cuda.get_device_properties(index).multi_processor_count
+    num_channels = layout.num_channels * layout.num_streams
+    if num_channels > num_blocks:
+        raise DcpUnsupported(
+            f"workspace: num_channels * num_lanes * ops must be at most the {num_blocks} multiprocessors of cuda:{index} "
+            f"(got {layout.num_channels} * {config.num_lanes} * {len(layout.ops)})"
+        )
