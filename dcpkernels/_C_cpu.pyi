@@ -10,6 +10,7 @@ FLAG_BYTES: int
 FAULT_BYTES: int
 STREAM_BYTES: int
 CHANNEL_BYTES: int
+LINK_SLOT_BYTES: int
 STATUS_FAULTED: int
 STATUS_BUSY: int
 STATUS_OVERLAP: int
@@ -214,3 +215,19 @@ def release_descriptor(*, lane: int) -> int: ...
 def chunk_descriptor(*, lane: int, buffer_idx: int, chunk_idx: int, plan_digest: int) -> int: ...
 def call_descriptor(*, op: int, lane: int, dtype: int, lse_base: int, num_tokens: int) -> int: ...
 def init_region(base: int, control: ControlLayout, num_ranks: int, start_epoch: int) -> None: ...
+def link_check(
+    *,
+    rank: int,
+    bases: list[int],
+    bases_table: int,
+    multicast: int,
+    multicast_view: int,
+    offset: int,
+    nonce: int,
+    timeout_ns: int,
+    num_spins: int,
+    num_yields: int,
+    result: int,
+    isa: str,
+    stream: int = 0,
+) -> int: ...

@@ -23,7 +23,7 @@ def load(target: str) -> ModuleType:
         raise DcpUnsupported(
             f"target {target}: dcpkernels must have been built with it (import failed: {error}; build: `make build`)"
         ) from error
-    for name in ("FLAG_BYTES", "FAULT_BYTES", "STREAM_BYTES", "CHANNEL_BYTES"):
+    for name in ("FLAG_BYTES", "FAULT_BYTES", "STREAM_BYTES", "CHANNEL_BYTES", "LINK_SLOT_BYTES"):
         compiled, expected = getattr(module, name), getattr(region_layout, name)
         if compiled != expected:
             raise DcpError(

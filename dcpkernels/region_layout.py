@@ -14,6 +14,8 @@ FLAG_BYTES = 64
 FAULT_BYTES = 64
 STREAM_BYTES = 64
 CHANNEL_BYTES = 128
+# csrc/ops/link_check.h: a pattern of 1 KiB and its line of flags.
+LINK_SLOT_BYTES = 1024 + 64
 
 # Parts start on pages: a part can then be handed to another memory policy, and no two share a line.
 PART_ALIGNMENT = 4096
@@ -57,6 +59,7 @@ class RegionLayout:
         kv_chunk_rows, kv_row_bytes: of a buffer of kv_gather; 0 rows: there are none.
         multicast: the buffers of the gathers lie once, in the shared region, instead of in every rank's.
         round_bytes: what one rank pushes in one round of a2a_lse_reduce, at most.
+        link_check: there is room for a check of the memory between ranks (csrc/ops/link_check.h).
     """
 
     num_ranks: int
@@ -74,6 +77,7 @@ class RegionLayout:
     kv_row_bytes: int = 0
     multicast: bool = False
     round_bytes: int = ROUND_BYTES
+    link_check: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "num_heads", "head_dim", "max_num_tokens", "num_lanes", "num_channels"):
@@ -111,6 +115,11 @@ class RegionLayout:
 
     def stream_idx(self, op: str, lane: int) -> int:
         return self.ops.index(op) * self.num_lanes + lane
+
+    @property
+    def link_check_bytes(self) -> int:
+        """By source, a slot for what it stored to this rank alone and one for what it stored to all."""
+        return 2 * self.num_ranks * LINK_SLOT_BYTES if self.link_check else 0
 
     # -- staging of a2a_lse_reduce
 
@@ -185,6 +194,7 @@ class RegionLayout:
                 "fault": FAULT_BYTES,
                 "streams": self.num_streams * self.stream_bytes,
                 "flags": self.num_streams * self.flags_bytes,
+                "link_check": self.link_check_bytes,
                 "a2a_lse_reduce.staging": self.num_lanes * self.staging_bytes,
                 "a2a_lse_reduce.unpacked": self.num_lanes * self.unpacked_bytes,
                 "a2a_lse_reduce.partial_out": self.num_lanes * 2 * self.buffer_bytes,

@@ -214,5 +214,6 @@ class Endpoint {
 void bind_a2a_lse_reduce(py::module_& module);
 void bind_query_gather(py::module_& module);
 void bind_kv_gather(py::module_& module);
+void bind_link_check(py::module_& module);
 
 }  // namespace dcp

@@ -139,4 +139,5 @@ PYBIND11_MODULE(DCP_MODULE, module) {
   bind_a2a_lse_reduce(module);
   bind_query_gather(module);
   bind_kv_gather(module);
+  bind_link_check(module);
 }

@@ -5,6 +5,7 @@
 
 #include "ops/a2a_lse_reduce.h"
 #include "ops/kv_gather.h"
+#include "ops/link_check.h"
 #include "ops/query_gather.h"
 
 namespace dcp {
@@ -14,6 +15,7 @@ namespace dcp {
   A2aLseReduceFns a2a_lse_reduce();      \
   QueryGatherFns query_gather();         \
   KvGatherFns kv_gather();               \
+  LinkCheckFns link_check();             \
   void device_fault(int, char*, size_t); \
   }
 #if defined(DCP_HAVE_CUDA)
@@ -40,6 +42,7 @@ struct Variant {
   A2aLseReduceFns (*a2a_lse_reduce)();
   QueryGatherFns (*query_gather)();
   KvGatherFns (*kv_gather)();
+  LinkCheckFns (*link_check)();
   // "", or why that device runs no kernel of this build.
   void (*device_fault)(int device, char* text, size_t size);
 };
@@ -60,7 +63,7 @@ inline bool runs_v4_bf16() { return runs_v4() && __builtin_cpu_supports("avx512b
 #endif
 
 #define DCP_VARIANT(ns, runs_here) \
-  {#ns, runs_here, &ns::a2a_lse_reduce, &ns::query_gather, &ns::kv_gather, &ns::device_fault}
+  {#ns, runs_here, &ns::a2a_lse_reduce, &ns::query_gather, &ns::kv_gather, &ns::link_check, &ns::device_fault}
 inline constexpr Variant kVariants[] = {
 #if defined(DCP_HAVE_CUDA)
     DCP_VARIANT(cuda, [] { return true; }),
