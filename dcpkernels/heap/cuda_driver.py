@@ -1,0 +1,336 @@
+"""The thin layer over the CUDA driver: one short method per need, and an error that says what to do for each failure.
+
+Everything the heap asks of a GPU goes through `Driver`. It works on the module `cuda.bindings.driver` of cuda-python,
+or on anything with the same functions (tests/cuda/fake_driver.py). cuda-python has no part in importing this file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from dcpkernels.errors import DcpDeviceError, DcpUnsupported
+from dcpkernels.heap.cuda_errors import call_error
+
+_log = logging.getLogger("dcpkernels")
+
+# 12.3 is the first with fabric handles. Multicast came with 12.1, the rest is older.
+MIN_VERSION = 12030
+
+# How memory is to leave the process: not at all, as a descriptor, or as 64 bytes that work on other hosts too.
+NONE, FD, FABRIC = "none", "fd", "fabric"
+_HANDLE_TYPES = {
+    NONE: "CU_MEM_HANDLE_TYPE_NONE",
+    FD: "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR",
+    FABRIC: "CU_MEM_HANDLE_TYPE_FABRIC",
+}
+
+
+def load_api() -> Any:
+    """The module cuda.bindings.driver. Raises DcpUnsupported, with the cause and the fix, where it cannot work."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        text = f"cuda-python must be installed (pip install 'dcpkernels[cuda]') (got {type(error).__name__}: {error})"
+        raise DcpUnsupported(text) from error
+    try:
+        driver.cuDriverGetVersion()
+    except RuntimeError as error:  # "Failed to dlopen libcuda.so.1"
+        raise _no_driver(error) from error
+    return driver
+
+
+def _no_driver(error: Exception) -> DcpUnsupported:
+    return DcpUnsupported(
+        f"the NVIDIA driver must have what is asked of it (got {error}): libcuda.so.1 comes with the driver, and into a "
+        f"container with the NVIDIA container toolkit (--gpus); version {_dotted(MIN_VERSION)} or later is needed"
+    )
+
+
+class Driver:
+    """The driver as one rank sees it, and its device. Counted: `open` and `share` each want a `close`; the last one
+    gives up the context. Made without allocating anything on the device.
+
+    Calls for memory, streams and copies are made inside `with driver.current():`, which leaves the thread's current
+    context as it was, so that an engine that has another device selected keeps it.
+    """
+
+    device: int
+    name: str
+    uuid: str
+    pci: str
+    version: int
+
+    def __init__(self, api: Any, device: int) -> None:
+        """Raises DcpUnsupported (no driver, too old a one, no such device) or DcpDeviceError."""
+        self._api, self.device, self.name, self._pid = api, device, "", os.getpid()
+        self._lock = threading.RLock()
+        self._users = 0
+        self._context: Any = None
+        self._stream: Any = None
+        self._call("cuInit", 0)
+        self.version = int(self._call("cuDriverGetVersion"))
+        if self.version < MIN_VERSION:
+            text = f"the CUDA driver must be of version {_dotted(MIN_VERSION)} or later (got {_dotted(self.version)})"
+            raise DcpUnsupported(text)
+        self.num_devices = int(self._call("cuDeviceGetCount"))
+        if not 0 <= device < self.num_devices:
+            text = f"device must be one of the {self.num_devices} that this process sees (got {device})"
+            raise DcpUnsupported(f"{text}: see CUDA_VISIBLE_DEVICES")
+        self._device = self._call("cuDeviceGet", device)
+        self.name = _text(self._call("cuDeviceGetName", 256, self._device))
+        self.uuid = bytes(self._call("cuDeviceGetUuid", self._device).bytes).hex()
+        self.pci = _text(self._call("cuDeviceGetPCIBusId", 32, self._device))
+
+    def __str__(self) -> str:
+        return f"device {self.device}" + (f", {self.name}" if self.name else "")
+
+    def _call(self, call: str, *args: Any, nbytes: int | None = None, fabric: bool = False, more: str = "") -> Any:
+        """Calls a driver function; returns its result, or raises what a failure means."""
+        if os.getpid() != self._pid:  # the driver's state in the child is a copy of somebody else's; it may even crash
+            raise DcpDeviceError(f"{call} must be called in the process that set {self} up (this is a fork of it)")
+        function = getattr(self._api, call)
+        try:
+            result, *values = function(*args)
+        except RuntimeError as error:  # no library, or one without this function
+            raise _no_driver(error) from error
+        except (ValueError, KeyError) as error:  # how cuda-python reports a number that is newer than itself
+            text = f"{call} must succeed on {self} (got {error}): the driver is newer than cuda-python, update that"
+            raise DcpDeviceError(text) from error
+        if int(result) != 0:
+            name = getattr(result, "name", "CUresult")
+            raise call_error(call, name, int(result), where=str(self), nbytes=nbytes, fabric=fabric, more=more)
+        return values[0] if values else None
+
+    def _enum(self, cls: str, name: str) -> Any:
+        return getattr(getattr(self._api, cls), name)
+
+    # ---- the device
+
+    def attribute(self, name: str) -> int:
+        """CU_DEVICE_ATTRIBUTE_<name>."""
+        wanted = self._enum("CUdevice_attribute", f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self._call("cuDeviceGetAttribute", wanted, self._device, more=name))
+
+    def ordinal_of(self, uuid: str) -> int | None:
+        """What this process calls the device of another rank; None when it does not see it. Ordinals differ between
+        processes, by CUDA_VISIBLE_DEVICES."""
+        for ordinal in range(self.num_devices):
+            if bytes(self._call("cuDeviceGetUuid", self._call("cuDeviceGet", ordinal)).bytes).hex() == uuid:
+                return ordinal
+        return None
+
+    def can_access_peer(self, ordinal: int) -> bool:
+        """Whether kernels of this device can load and store in the memory of another one."""
+        peer = self._call("cuDeviceGet", ordinal)
+        return bool(self._call("cuDeviceCanAccessPeer", self._device, peer, more=f"peer device {ordinal}"))
+
+    # ---- context and stream
+
+    def open(self) -> None:
+        """Retains the primary context, which is also PyTorch's, and makes the stream of the copies. On failure nothing
+        is held."""
+        with self._lock:
+            self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+            self._users = 1
+            try:
+                with self.current():
+                    # Non-blocking: it neither waits for the default stream nor is waited for.
+                    flags = int(self._enum("CUstream_flags", "CU_STREAM_NON_BLOCKING"))
+                    self._stream = self._call("cuStreamCreate", flags)
+            except BaseException:
+                self.close()
+                raise
+
+    def share(self) -> None:
+        """One more user of an open driver: memory that lives longer than its heap."""
+        with self._lock:
+            if self._users == 0:
+                raise DcpDeviceError(f"{self} must still be open (it is closed)")
+            self._users += 1
+
+    def close(self) -> None:
+        """One user fewer; the last one releases stream and context. Never raises, as `quietly`."""
+        with self._lock:
+            self._users -= 1
+            if self._users != 0:
+                return
+            if self._stream is not None:
+                self.quietly(self._call, "cuStreamDestroy", self._stream)
+            self._stream = None
+            self._try(self._call, "cuDevicePrimaryCtxRelease", self._device)
+            self._context = None
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes the context current on this thread for a while."""
+        self._call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    def quietly(self, step: Callable[..., Any], *args: Any) -> None:
+        """For taking down: makes the context current if that works, calls `step(*args)` in any case, logs what fails.
+        What is left to do must be done, and an error here would hide the one that led here."""
+        pushed = self._try(self._call, "cuCtxPushCurrent", self._context)
+        self._try(step, *args)
+        if pushed:
+            self._try(self._call, "cuCtxPopCurrent")
+
+    def _try(self, step: Callable[..., Any], *args: Any) -> bool:
+        try:
+            step(*args)
+        except Exception as error:  # noqa: BLE001  also what a broken installation raises
+            _log.debug("while releasing: %s", error)
+            return False
+        return True
+
+    # ---- memory: handles, address ranges, mappings
+
+    def granularity(self, kind: str) -> int:
+        """The minimum, not the recommended one: a region is small, and the recommended one may round it up by far."""
+        option = self._enum("CUmemAllocationGranularity_flags", "CU_MEM_ALLOC_GRANULARITY_MINIMUM")
+        return int(self._call("cuMemGetAllocationGranularity", self._memory(kind), option, fabric=kind == FABRIC))
+
+    def create_memory(self, nbytes: int, kind: str) -> Any:
+        """A handle of new memory on this device."""
+        try:
+            return self._call("cuMemCreate", nbytes, self._memory(kind), 0, nbytes=nbytes, fabric=kind == FABRIC)
+        except DcpDeviceError as error:
+            raise type(error)(f"{error}{self._free_memory()}") from error
+
+    def _free_memory(self) -> str:
+        try:
+            result, free, total = self._api.cuMemGetInfo()
+        except (RuntimeError, ValueError, KeyError):
+            return ""
+        return f" ({free} of {total} bytes are free)" if int(result) == 0 else ""
+
+    def _memory(self, kind: str) -> Any:
+        prop = self._api.CUmemAllocationProp()
+        prop.type = self._enum("CUmemAllocationType", "CU_MEM_ALLOCATION_TYPE_PINNED")
+        prop.location.type = self._enum("CUmemLocationType", "CU_MEM_LOCATION_TYPE_DEVICE")
+        prop.location.id = self.device
+        prop.requestedHandleTypes = self._handle_type(kind)
+        return prop
+
+    def _handle_type(self, kind: str) -> Any:
+        return self._enum("CUmemAllocationHandleType", _HANDLE_TYPES[kind])
+
+    def export_fd(self, handle: Any) -> int:
+        """A new descriptor, the caller's to close."""
+        return int(self._call("cuMemExportToShareableHandle", handle, self._handle_type(FD), 0))
+
+    def import_fd(self, fd: int) -> Any:
+        """A handle of another process' memory; the descriptor may be closed afterwards."""
+        # For this handle type the pointer argument is the number itself.
+        return self._call("cuMemImportFromShareableHandle", int(fd), self._handle_type(FD))
+
+    def export_fabric(self, handle: Any) -> bytes:
+        """64 bytes that mean this memory on every host of the NVLink domain, for as long as it lives."""
+        kind = self._handle_type(FABRIC)
+        return bytes(self._call("cuMemExportToShareableHandle", handle, kind, 0, fabric=True).data)
+
+    def import_fabric(self, data: bytes) -> Any:
+        return self._call("cuMemImportFromShareableHandle", bytes(data), self._handle_type(FABRIC), fabric=True)
+
+    def reserve(self, nbytes: int, alignment: int) -> int:
+        """The start of a free range of addresses."""
+        return int(self._call("cuMemAddressReserve", nbytes, alignment, 0, 0, nbytes=nbytes))
+
+    def map(self, address: int, nbytes: int, handle: Any) -> None:
+        self._call("cuMemMap", address, nbytes, 0, handle, 0, nbytes=nbytes)
+
+    def set_access(self, address: int, nbytes: int, devices: Sequence[int]) -> None:
+        """Lets kernels of `devices` read and write there. Without it every access is a fault."""
+        descs = []
+        for device in devices:
+            desc = self._api.CUmemAccessDesc()
+            desc.location.type = self._enum("CUmemLocationType", "CU_MEM_LOCATION_TYPE_DEVICE")
+            desc.location.id = device
+            desc.flags = self._enum("CUmemAccess_flags", "CU_MEM_ACCESS_FLAGS_PROT_READWRITE")
+            descs.append(desc)
+        more = f"for devices {', '.join(map(str, devices))}"
+        self._call("cuMemSetAccess", address, nbytes, descs, len(descs), nbytes=nbytes, more=more)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        self._call("cuMemUnmap", address, nbytes, nbytes=nbytes)
+
+    def free_address(self, address: int, nbytes: int) -> None:
+        self._call("cuMemAddressFree", address, nbytes, nbytes=nbytes)
+
+    def release(self, handle: Any) -> None:
+        """Of memory or of a multicast object. Memory that is mapped anywhere lives on until it is not."""
+        self._call("cuMemRelease", handle)
+
+    # ---- multicast
+
+    def multicast_granularity(self, num_devices: int, nbytes: int, kind: str) -> int:
+        """The minimum: 2 MiB where the recommended one is 512 MiB, and a region is a few MiB."""
+        option = self._enum("CUmulticastGranularity_flags", "CU_MULTICAST_GRANULARITY_MINIMUM")
+        return int(self._call("cuMulticastGetGranularity", self._team(num_devices, nbytes, kind), option))
+
+    def multicast_create(self, num_devices: int, nbytes: int, kind: str) -> Any:
+        team = self._team(num_devices, nbytes, kind)
+        more = f"{num_devices} devices"
+        return self._call("cuMulticastCreate", team, nbytes=nbytes, fabric=kind == FABRIC, more=more)
+
+    def _team(self, num_devices: int, nbytes: int, kind: str) -> Any:
+        prop = self._api.CUmulticastObjectProp()
+        prop.numDevices, prop.size = num_devices, nbytes
+        prop.handleTypes, prop.flags = int(self._handle_type(kind)), 0
+        return prop
+
+    def multicast_add_device(self, handle: Any) -> None:
+        self._call("cuMulticastAddDevice", handle, self._device)
+
+    def multicast_bind(self, handle: Any, memory: Any, nbytes: int) -> None:
+        """Waits, in the driver and for ever, until all devices are in the team: vote first."""
+        self._call("cuMulticastBindMem", handle, 0, memory, 0, nbytes, 0, nbytes=nbytes)
+
+    def multicast_unbind(self, handle: Any, nbytes: int) -> None:
+        self._call("cuMulticastUnbind", handle, self._device, 0, nbytes, nbytes=nbytes)
+
+    # ---- host memory, copies
+
+    def host_alloc(self, nbytes: int) -> int:
+        """Pinned memory of the host, for every context of the process and for kernels. Not zeroed."""
+        flags = int(self._api.CU_MEMHOSTALLOC_PORTABLE) | int(self._api.CU_MEMHOSTALLOC_DEVICEMAP)
+        return int(self._call("cuMemHostAlloc", nbytes, flags, nbytes=nbytes))
+
+    def host_device_address(self, address: int) -> int:
+        """Where kernels see pinned memory of the host."""
+        return int(self._call("cuMemHostGetDevicePointer", address, 0))
+
+    def host_free(self, address: int) -> None:
+        self._call("cuMemFreeHost", address)
+
+    # On an own stream, of which alone the end is awaited: nobody else's work is waited for.
+
+    def copy_to_device(self, address: int, source: int, nbytes: int) -> None:
+        """From `source`, an address of the host."""
+        self._call("cuMemcpyHtoDAsync", address, source, nbytes, self._stream, nbytes=nbytes)
+        self._call("cuStreamSynchronize", self._stream)
+
+    def copy_from_device(self, target: int, address: int, nbytes: int) -> None:
+        """To `target`, an address of the host."""
+        self._call("cuMemcpyDtoHAsync", target, address, nbytes, self._stream, nbytes=nbytes)
+        self._call("cuStreamSynchronize", self._stream)
+
+    def zero(self, address: int, nbytes: int) -> None:
+        self._call("cuMemsetD8Async", address, 0, nbytes, self._stream, nbytes=nbytes)
+        self._call("cuStreamSynchronize", self._stream)
+
+
+def _text(raw: bytes | str) -> str:
+    # cuda-python hands over the whole buffer, with the C string's end somewhere in it.
+    return raw.partition(b"\0")[0].decode(errors="replace").strip() if isinstance(raw, bytes) else raw
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"

@@ -1,0 +1,114 @@
+"""What every function of the fake driver shares: counting, faults on demand, refusals; devices and contexts."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from tests.cuda.bindings import real
+
+
+class Refusal(Exception):
+    """Ends a call with this CUresult."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def require(holds: Any, number: int = 1) -> None:
+    """1 is CUDA_ERROR_INVALID_VALUE."""
+    if not holds:
+        raise Refusal(number)
+
+
+def call(needs: str = "init") -> Callable[[Any], Any]:
+    """A function of the driver: counted, may be told to fail, returns a tuple that starts with a CUresult. `needs`:
+    "nothing", "init", or "context" (a current one; for the calls that have CUDA_ERROR_INVALID_CONTEXT in the manual)."""
+
+    def wrap(function: Any) -> Any:
+        @functools.wraps(function)
+        def run(self: FakeCore, *args: Any) -> tuple[Any, ...]:
+            with self.lock:
+                self.calls.append(function.__name__)
+                try:
+                    require(needs == "nothing" or self.is_init, 3)
+                    require(needs != "context" or self.stack(), 201)
+                    self._injected(function.__name__)
+                    result = function(self, *args)
+                except Refusal as refusal:
+                    return real.CUresult(refusal.number), None
+            return (real.CUresult.CUDA_SUCCESS, *(result if isinstance(result, tuple) else (result,)))
+
+        return run
+
+    return wrap
+
+
+class FakeCore:
+    """State of a process, and what tests ask of it."""
+
+    devices: list[int]  # the machine's number of each ordinal
+    cut: set[tuple[int, int]]  # of the machine's numbers: from, to
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.calls: list[str] = []
+        self.is_init = False
+        self.contexts: Counter[int] = Counter()  # by ordinal
+        self._faults: dict[str, tuple[int, int]] = {}
+        self._last = 0x1000
+        self._thread = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("cu", "_")):
+            raise AttributeError(name)  # a function that is not faked must not reach the real driver
+        return getattr(real, name)
+
+    def fail(self, name: str, nth: int, number: int = 999) -> None:
+        """Has the nth call of `name` from now on (1 = the next) return this CUresult and do nothing."""
+        with self.lock:
+            self._faults[name] = nth, number
+
+    def heal(self) -> bool:
+        """Takes back what `fail` asked for, and contexts that a failed call left on this thread's stack. Returns whether
+        all faults had happened."""
+        with self.lock:
+            happened = not self._faults
+            self._faults.clear()
+            self.stack().clear()
+            return happened
+
+    def _injected(self, name: str) -> None:
+        if name in self._faults:
+            nth, number = self._faults.pop(name)
+            if nth == 1:
+                raise Refusal(number)
+            self._faults[name] = nth - 1, number
+
+    def new(self) -> int:
+        """A number that no object has had."""
+        self._last += 0x10
+        return self._last
+
+    def stack(self) -> list[int]:
+        """Ordinals of the thread's contexts, the current one last."""
+        if not hasattr(self._thread, "stack"):
+            self._thread.stack = []
+        stack: list[int] = self._thread.stack
+        return stack
+
+    def ordinal(self, device: Any) -> int:
+        require(0 <= int(device) < len(self.devices), 101)
+        return int(device)
+
+    def uuid(self, ordinal: int) -> str:
+        return bytes([0xAB, self.devices[ordinal], *[7] * 14]).hex()
+
+    def reaches(self, ordinal: int, uuid: str) -> bool:
+        """Whether a device can load and store in the memory of another one, or in its own."""
+        pair = self.devices[ordinal], bytes.fromhex(uuid)[1]
+        return pair not in self.cut

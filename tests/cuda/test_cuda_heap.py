@@ -1,0 +1,347 @@
+"""The CUDA heap over a fake driver: what every rank sees, with and without multicast, and what is left afterwards."""
+
+import ctypes
+import gc
+import os
+
+import pytest
+
+from dcpkernels.errors import DcpError, DcpInvalidArgument
+from dcpkernels.heap.group import as_group
+from dcpkernels.testing import run_ranks
+from tests.cuda.fake_driver import FakeDriver
+from tests.cuda.heap_calls import (
+    CONTROL_NBYTES,
+    NBYTES,
+    held,
+    make,
+    meet,
+    on_hosts,
+    outcome,
+    read,
+    same_everywhere,
+    write,
+)
+
+BOTH = pytest.mark.parametrize("mode", ["thread", "process"])
+
+
+def run(fn, num_ranks, *args, mode="process", **options):
+    """`fn(group, fake, *args)` on ranks; thread ranks have one driver, as they are one process."""
+    fake = FakeDriver(**options) if mode == "thread" else None
+    return run_ranks(_with_driver, num_ranks, fn, fake, options, *args, mode=mode)
+
+
+def _with_driver(group, fn, fake, options, *args):
+    return fn(group, fake or FakeDriver(**options), *args)
+
+
+# ---- what the ranks see
+
+
+def _see_each_other(group, fake):
+    rank, num_ranks = as_group(group).rank, as_group(group).num_ranks
+    start = [bytes([17 * r + 1]) * CONTROL_NBYTES for r in range(num_ranks)]
+
+    def init(address):
+        assert address % 4096 == 0 and read(address, CONTROL_NBYTES) == bytes(CONTROL_NBYTES)
+        write(address, start[rank])
+
+    before = held(fake)
+    heap = make(group, fake, init=init)
+    assert (heap.rank, heap.num_ranks, heap.nbytes, heap.device) == (rank, num_ranks, NBYTES, rank)
+    assert heap.device_name == f"Fake H100 {rank}" and heap.control_nbytes == CONTROL_NBYTES
+    assert len(set(heap.bases)) == num_ranks and all(base % 65536 == 0 for base in heap.bases)
+    # What init wrote, and zeros behind it, from everywhere.
+    for peer, base in enumerate(heap.bases):
+        assert read(base, NBYTES) == start[peer] + bytes(NBYTES - CONTROL_NBYTES)
+    table = (ctypes.c_uint64 * num_ranks).from_address(heap.bases_table)
+    assert list(table) == heap.bases and heap.bases_table >= heap.bases[rank] + NBYTES
+    assert read(heap.host_control, CONTROL_NBYTES) == bytes(CONTROL_NBYTES)
+    meet(group)
+    for base in heap.bases:
+        write(base + CONTROL_NBYTES + 8 * rank, bytes([100 + rank]) * 8)
+        write(base + NBYTES - 1 - rank, bytes([200 + rank]))
+    meet(group)
+    assert heap.read(CONTROL_NBYTES, 8 * num_ranks) == b"".join(bytes([100 + r]) * 8 for r in range(num_ranks))
+    assert heap.read(NBYTES - num_ranks, num_ranks) == bytes(200 + r for r in reversed(range(num_ranks)))
+    assert heap.read(0, 0) == b""
+    # Each rank's multicast store reaches all.
+    assert heap.multicast_reason == "yes" and heap.multicast % (128 << 10) == 0
+    fake.multimem_store(heap.multicast + 2000 + rank, bytes([1 + rank]))
+    meet(group)
+    assert heap.read(2000, num_ranks) == bytes(range(1, num_ranks + 1))
+    assert list(table) == heap.bases
+    result = heap.bases[:], heap.socket_fds[:]
+    meet(group)
+    heap.close(timeout_s=10)
+    assert (heap.bases, heap.bases_table, heap.multicast, heap.host_control) == ([], 0, 0, 0)
+    assert heap.socket_fds == [-1] * num_ranks and heap.lost_peers() == ()
+    heap.close(timeout_s=10)  # again
+    meet(group)
+    assert held(fake) == before
+    return result
+
+
+@BOTH
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_all_ranks_see_all_bytes(mode, num_ranks):
+    for rank, (bases, fds) in enumerate(results := run(_see_each_other, num_ranks, mode=mode)):
+        if mode == "thread":
+            assert bases == results[0][0]  # one mapping: equal pointers, not only equal bytes
+        expected = {rank} if mode == "process" else set(range(num_ranks))
+        assert {peer for peer, fd in enumerate(fds) if fd == -1} == expected
+
+
+def _sizes(group, fake, sizes):
+    rank, num_ranks = as_group(group).rank, as_group(group).num_ranks
+    for nbytes in sizes:
+        heap = make(group, fake, nbytes, control_nbytes=1, init=lambda address: write(address, b"i"))
+        assert heap.read(0, nbytes) == b"i" + bytes(nbytes - 1)
+        meet(group)
+        fake.multimem_store(heap.multicast + nbytes - 1, b"m")
+        meet(group)
+        assert heap.read(nbytes - 1, 1) == b"m"
+        # The table is behind the region, aligned, and inside the allocation.
+        assert heap.bases_table % 256 == 0 and heap.bases_table >= heap.bases[rank] + nbytes
+        assert list((ctypes.c_uint64 * num_ranks).from_address(heap.bases_table)) == heap.bases
+        meet(group)
+        heap.close(timeout_s=10)
+
+
+def test_any_size():
+    edge = (128 << 10) - 16  # the table of two ranks ends with the granule
+    run(_sizes, 2, [1, 255, 256, edge - 256, edge - 255, edge, 128 << 10, (128 << 10) + 1, 1 << 20])
+
+
+def _uneven_rounding(group, options):
+    fake = FakeDriver(**options[group.rank()])
+    heap = make(group, fake)
+    meet(group)
+    for base in heap.bases:
+        write(base + NBYTES - 1 - heap.rank, b"x")
+    sizes = {mapping.nbytes for mapping in fake.mapped.values()}
+    meet(group)
+    assert heap.read(NBYTES - 2, 2) == b"xx"
+    heap.close(timeout_s=10)
+    return sizes
+
+
+def test_devices_that_round_differently_agree_on_a_size():
+    options = [{"granularity": 64 << 10}, {"granularity": 256 << 10}]
+    assert run_ranks(_uneven_rounding, 2, options, mode="process") == [{256 << 10}] * 2
+
+
+def _alone(group, fake):
+    heap = make(group, fake)
+    assert heap.multicast == 0 and "one rank" in heap.multicast_reason and len(heap.bases) == 1
+    write(heap.bases[0] + 5, b"abc")
+    assert heap.read(4, 5) == b"\0abc\0" and heap.socket_fds == [-1]
+    heap.close(timeout_s=1)
+    return fake.live()
+
+
+@BOTH
+def test_a_rank_alone(mode):
+    assert set(run(_alone, 1, mode=mode)[0].values()) == {0}
+
+
+# ---- lifetimes
+
+
+def _own_memory(group, fake):
+    before = held(fake)
+    heap = make(group, fake)
+    memory = heap.own_memory(4096, 100)
+    interface = memory.__cuda_array_interface__
+    address = heap.bases[heap.rank] + 4096
+    assert interface["data"] == (address, False) and interface["shape"] == (100,) and interface["typestr"] == "|u1"
+    meet(group)
+    heap.close(timeout_s=10)
+    meet(group)
+    write(address, b"still there")
+    assert read(address, 11) == b"still there" and outcome(lambda: heap.own_memory(0, 1))[0] is DcpError
+    meet(group)
+    del memory
+    meet(group)
+    assert held(fake) == before
+
+
+@BOTH
+def test_own_memory_outlives_the_heap(mode):
+    run(_own_memory, 3, mode=mode)
+
+
+def _close_in_turn(group, fake):
+    heap = make(group, fake)
+    bases, rank = heap.bases[:], heap.rank
+    for turn in range(heap.num_ranks):
+        if rank == turn:
+            heap.close(timeout_s=0)
+        meet(group)
+        if rank > turn:  # what a peer has closed stays mapped for those who have not
+            for peer, base in enumerate(bases):
+                write(base + 10 + rank, bytes([peer]))
+                assert read(base + 10 + rank, 1) == bytes([peer])
+            assert heap.read(10 + rank, 1) == bytes([rank]) and heap.lost_peers() == ()
+        meet(group)
+    return fake.live()
+
+
+@BOTH
+def test_a_rank_that_closes_first_takes_nothing_away(mode):
+    assert set(run(_close_in_turn, 3, mode=mode)[-1].values()) == {0}
+
+
+def _dropped(group, fake):
+    before = held(fake)
+    heap = make(group, fake)
+    meet(group)
+    del heap
+    gc.collect()
+    meet(group)
+    assert held(fake) == before
+
+
+@BOTH
+def test_a_heap_that_is_dropped_releases_everything(mode):
+    run(_dropped, 3, mode=mode)
+
+
+def _many(group, fake):
+    before = held(fake)
+    for turn in range(20):
+        heaps = [make(group, fake, multicast=turn % 2 == 0) for _ in range(2)]
+        for heap in heaps if turn % 3 else reversed(heaps):
+            heap.close(timeout_s=10)
+    meet(group)
+    assert held(fake) == before
+
+
+def test_heap_after_heap_leaves_nothing():
+    run(_many, 2)
+
+
+def _forked(group, fake):
+    heap = make(group, fake)
+    write(heap.bases[heap.rank], b"mine")
+    meet(group)
+    if heap.rank == 0:
+        if (child := os.fork()) == 0:
+            num_calls = len(fake.calls)
+            refused = outcome(lambda: heap.read(0, 4))
+            heap.close(timeout_s=5)
+            os._exit(0 if len(fake.calls) == num_calls and "fork" in refused[1] else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    meet(group)
+    assert heap.read(0, 4) == b"mine" and heap.lost_peers() == ()
+    meet(group)
+    heap.close(timeout_s=10)
+    return fake.live()
+
+
+def test_a_forked_child_makes_no_call_of_the_driver():
+    assert set(run(_forked, 2)[0].values()) == {0}
+
+
+def _contexts(group, fake):
+    """The thread's current context is the caller's business."""
+    fake.cuInit(0)
+    other = fake.cuDevicePrimaryCtxRetain(fake.cuDeviceGet(5)[1])[1]
+    fake.cuCtxPushCurrent(other)
+    seen = []
+    heap = make(group, fake, check_links=lambda heap: seen.append(fake.stack()[-1]))
+    heap.read(0, 10)
+    heap.close(timeout_s=10)
+    assert seen == [as_group(group).rank] and fake.stack() == [5]
+
+
+def test_the_callers_context_stays_current():
+    run(_contexts, 2)
+
+
+# ---- ranks on one device, devices in another order
+
+
+def _on_one_device(group, fake):
+    heap = make(group, fake, device=3)
+    meet(group)
+    for base in heap.bases:
+        write(base + CONTROL_NBYTES + heap.rank, bytes([heap.rank + 1]))
+    meet(group)
+    assert heap.read(CONTROL_NBYTES, 3) == b"\1\2\3" and heap.multicast == 0
+    reason = heap.multicast_reason
+    meet(group)
+    heap.close(timeout_s=10)
+    return reason
+
+
+@BOTH
+def test_ranks_may_share_a_device_without_multicast(mode):
+    reason = same_everywhere(run(_on_one_device, 3, mode=mode))
+    expected = "no: ranks 0 and 1 are on the same device (device 3, Fake H100 3, 0000:03:00.0), a team takes each once"
+    assert reason == expected
+
+
+def _other_order(group, orders):
+    rank = group.rank()
+    fake = FakeDriver(devices=orders[rank], cut=[(7, 6), (6, 7)])
+    heap = make(group, fake, device=0)
+    meet(group)
+    for base in heap.bases:
+        write(base + 2000 + rank, bytes([rank + 1]))
+    meet(group)
+    assert heap.read(2000, 3) == b"\1\2\3" and heap.multicast_reason == "yes"
+    name = heap.device_name
+    meet(group)
+    heap.close(timeout_s=10)
+    return name
+
+
+def test_every_process_may_number_the_devices_its_own_way():
+    # As by CUDA_VISIBLE_DEVICES. Rank 2 sees nobody else's device.
+    names = run_ranks(_other_order, 3, [[5, 0, 3], [3, 5], [1]], mode="process")
+    assert names == ["Fake H100 5", "Fake H100 3", "Fake H100 1"]
+
+
+# ---- several hosts
+
+
+def _between_hosts(group, folder, hosts):
+    rank = group.rank()
+    on_hosts(hosts[rank])
+    fake = FakeDriver(fabric=folder)
+    before = held(fake)
+    heap = make(group, fake, init=lambda address: write(address, bytes([rank + 1])))
+    assert [read(base, 1) for base in heap.bases] == [bytes([r + 1]) for r in range(4)]
+    assert heap.socket_fds == [-1] * 4 and heap.multicast_reason == "yes" and heap.lost_peers() == ()
+    meet(group)
+    fake.multimem_store(heap.multicast + 2000 + rank, bytes([rank + 1]))
+    meet(group)
+    assert heap.read(2000, 4) == b"\1\2\3\4"
+    meet(group)
+    heap.close(timeout_s=10)
+    assert held(fake) == before
+    meet(group)
+    return sorted(os.listdir(folder))
+
+
+def test_several_hosts_share_memory_by_fabric_handles(tmp_path):
+    assert run_ranks(_between_hosts, 4, tmp_path, ["a", "a", "b", "b"], mode="process") == [[]] * 4
+
+
+# ---- arguments of the heap's own
+
+
+def _ranges(group, fake):
+    heap = make(group, fake)
+    for offset, nbytes in ((-1, 2), (0, NBYTES + 1), (NBYTES, 1), (5, -1)):
+        for op in (heap.read, heap.own_memory):
+            cls, text, _ = outcome(lambda: op(offset, nbytes))  # noqa: B023
+            assert cls is DcpInvalidArgument and f"got {nbytes} bytes at {offset}" in text
+    heap.close(timeout_s=1)
+    assert "closed" in outcome(lambda: heap.read(0, 1))[1]
+
+
+def test_what_is_outside_the_region_is_refused():
+    run(_ranges, 1)
