@@ -5,12 +5,13 @@ call (csrc/bindings/plan.h); nothing here waits for the device but `refresh` and
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from dcpkernels._link_check import check_links
+from dcpkernels._link_check import NUM_RESULT_WORDS, require_links
 from dcpkernels.config import WorkspaceConfig
 from dcpkernels.errors import DcpUnsupported
 from dcpkernels.heap.cuda import CudaHeap
@@ -20,6 +21,7 @@ from dcpkernels.region_layout import RegionLayout
 
 # Looks at a flag before the first pause: about what a flag takes through NVLink.
 _NUM_SPINS = 1000
+_LINK_TIMEOUT_S = 30.0  # all ranks come from a verdict: they differ by milliseconds
 
 
 class CudaDevice:
@@ -35,10 +37,10 @@ class CudaDevice:
         self, group: Group, init: Callable[[int], None], payload: dict[str, Any], deadline: Deadline
     ) -> None:
         """Collective. Raises, the same on every rank, what the heap's `create` raises."""
-        module, layout, timeout_s = self._module, self._layout, deadline.for_call()
+        layout, timeout_s = self._layout, deadline.for_call()
 
-        def check(heap: Any) -> None:
-            check_links(module, heap, group, layout, timeout_s=deadline.for_call(), device=self.index)
+        def check_links(heap: Any) -> None:
+            self._check_links(heap, group, deadline)
 
         providers = {"driver": CudaHeap, "torch": TorchSymmetricHeap}
         self.heap = providers[self._config.cuda_heap].create(
@@ -50,8 +52,36 @@ class CudaDevice:
             payload=payload,
             timeout_s=timeout_s,
             multicast=self._config.multicast and len(layout.ops) > 1,
-            check_links=check,
+            check_links=check_links,
         )
+
+    def _check_links(self, heap: Any, group: Group, deadline: Deadline) -> None:
+        offset = self._layout.parts["flags"].offset  # nobody reads flags in the host's copy of the control words
+        words = (ctypes.c_uint64 * NUM_RESULT_WORDS).from_address(heap.host_control + offset)
+
+        def read() -> list[int]:
+            self._wait()
+            return list(words)
+
+        require_links(
+            group,
+            self._module,
+            bases=heap.bases,
+            bases_table=heap.bases_table,
+            multicast=heap.multicast,
+            offset=self._layout.parts["link_check"].offset,
+            nonce=1,
+            # Half of what is left: the verdict needs some of it. A wait here always ends.
+            timeout_s=min(deadline.remaining_s() / 2, _LINK_TIMEOUT_S),
+            wait_budget=(_NUM_SPINS, 0),
+            device=self.index,
+            result=(heap.host_control + offset, read),
+            agree_timeout_s=deadline.for_call(),
+        )
+
+    def _wait(self) -> None:
+        """Until all kernels of the device have ended."""
+        torch.cuda.synchronize(self.index)
 
     def endpoint_fields(self) -> dict[str, Any]:
         """How kernels and host reach the regions, and how patient a wait is."""
@@ -108,7 +138,7 @@ class CudaDevice:
         endpoint.refresh(self.heap.read(0, self._layout.control_num_bytes))
 
     def close(self, *, timeout_s: float) -> None:
-        torch.cuda.synchronize(self.index)  # kernels of ours may still run
+        self._wait()  # kernels of ours may still run
         self.heap.close(timeout_s=timeout_s)
 
 

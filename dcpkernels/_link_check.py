@@ -49,6 +49,7 @@ def check_links(
     multicast: int = 0,
     multicast_view: int = 0,
     stream: int = 0,
+    device: int = 0,
     result: tuple[int, Callable[[], Sequence[int]]] | None = None,
     agree_timeout_s: float = 0.0,
 ) -> list[BadLink]:
@@ -83,6 +84,7 @@ def check_links(
             result=address,
             isa=isa,
             stream=stream,
+            device=device,
         )
         found = [int(word) for word in read()] if status == 0 else []
         if len(found) != NUM_RESULT_WORDS or found[-1] != nonce:

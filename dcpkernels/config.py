@@ -192,6 +192,7 @@ class WorkspaceConfig:
             kv_row_bytes=self.kv_dim * self.kv_dtype.itemsize,
             # A GPU's multicast reaches every rank's own region, at another address.
             multicast=self.multicast and not is_gpu,
+            link_check=is_gpu,
             round_bytes=GPU_ROUND_BYTES if is_gpu else ROUND_BYTES,
         )
 
