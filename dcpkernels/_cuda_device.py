@@ -6,14 +6,16 @@ call (csrc/bindings/plan.h); nothing here waits for the device but `refresh` and
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from dcpkernels import _check
 from dcpkernels._link_check import NUM_RESULT_WORDS, require_links
 from dcpkernels.config import WorkspaceConfig
-from dcpkernels.errors import DcpUnsupported
+from dcpkernels.errors import DcpDeviceError, DcpUnsupported
 from dcpkernels.heap.cuda import CudaHeap
 from dcpkernels.heap.group import Deadline, Group
 from dcpkernels.heap.torch_symmetric import TorchSymmetricHeap
@@ -28,6 +30,7 @@ class CudaDevice:
     """Of one rank. It refers to nothing that refers to it, as CpuDevice."""
 
     heap: CudaHeap | TorchSymmetricHeap
+    driver_api: Any = None  # None: the real one
 
     def __init__(self, config: WorkspaceConfig, layout: RegionLayout, module: Any, index: int) -> None:
         """`index`: of the device in this process."""
@@ -37,23 +40,33 @@ class CudaDevice:
         self, group: Group, init: Callable[[int], None], payload: dict[str, Any], deadline: Deadline
     ) -> None:
         """Collective. Raises, the same on every rank, what the heap's `create` raises."""
-        layout, timeout_s = self._layout, deadline.for_call()
+        layout = self._layout
 
         def check_links(heap: Any) -> None:
+            self._load_kernels()
             self._check_links(heap, group, deadline)
 
-        providers = {"driver": CudaHeap, "torch": TorchSymmetricHeap}
-        self.heap = providers[self._config.cuda_heap].create(
+        make: Callable[..., Any] = CudaHeap.create
+        if self._config.cuda_heap == "torch":
+            make = TorchSymmetricHeap.create
+        elif self.driver_api is not None:
+            make = functools.partial(make, driver_api=self.driver_api)
+        self.heap = make(
             group,
             layout.num_bytes,
             device=self.index,
             control_nbytes=layout.control_num_bytes,
             init=init,
             payload=payload,
-            timeout_s=timeout_s,
+            timeout_s=deadline.for_call(),
             multicast=self._config.multicast and len(layout.ops) > 1,
             check_links=check_links,
         )
+
+    def _load_kernels(self) -> None:
+        wire, dtype = self._config.wire_code, _check.DTYPE_CODES[self._config.dtype]
+        if not self._module.load_kernels(wire=wire, dtype=dtype, device=self.index):
+            raise DcpDeviceError(f"device cuda:{self.index} must load the kernels (it did not)")
 
     def _check_links(self, heap: Any, group: Group, deadline: Deadline) -> None:
         offset = self._layout.parts["flags"].offset  # nobody reads flags in the host's copy of the control words
@@ -121,8 +134,12 @@ class CudaDevice:
         self, run: Callable[..., int], run_in_threads: Callable[..., int], stream_idx: int
     ) -> Callable[..., int]:
         """What runs the calls of a plan: addresses in, a status out. On the stream that is the caller's then."""
-        current_stream, index = torch._C._cuda_getCurrentRawStream, self.index
-        return lambda *args: run(*args, current_stream(index))
+        current_stream = self.current_stream
+        return lambda *args: run(*args, current_stream())
+
+    def current_stream(self) -> int:
+        """The caller's: its handle in the CUDA runtime."""
+        return torch._C._cuda_getCurrentRawStream(self.index)
 
     def warmup(self) -> None:
         """Every kernel was loaded when the workspace was made."""

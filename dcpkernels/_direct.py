@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from dcpkernels._cpu_device import CpuDevice
     from dcpkernels._cuda_device import CudaDevice
 
-# csrc/core/types.h: Wire.
-_PUSH, _PULL = 0, 1
-_PACKET = {8: 2, 16: 3, 128: 4}
-
 
 class DirectBackend:
     """One rank's regions and endpoint. It has the methods that `CollectiveBackend` has."""
@@ -133,7 +129,7 @@ class DirectBackend:
             num_rows=layout.max_round_rows,
         )
         return self._module.A2aLseReduceGeometry(
-            wire=_PULL if config.zero_copy else _PACKET[config.packet_bytes] if config.wire == "packet" else _PUSH,
+            wire=config.wire_code,
             dtype=_check.DTYPE_CODES[config.dtype],
             lane=lane,
             stream_idx=layout.stream_idx("a2a_lse_reduce", lane),

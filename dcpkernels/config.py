@@ -196,6 +196,13 @@ class WorkspaceConfig:
             round_bytes=GPU_ROUND_BYTES if is_gpu else ROUND_BYTES,
         )
 
+    @property
+    def wire_code(self) -> int:
+        """csrc/core/types.h: Wire."""
+        if self.zero_copy:
+            return 1
+        return {8: 2, 16: 3, 128: 4}[self.packet_bytes] if self.wire == "packet" else 0
+
     def shared_fields(self) -> dict[str, str]:
         """What must be equal on all ranks."""
         return {field.name: str(getattr(self, field.name)) for field in fields(self) if field.name not in _LOCAL_FIELDS}

@@ -42,7 +42,7 @@ PACKAGE_LAYERS = {
     "_gathers": LEAVES | {"config", "_check", "region_layout"},
     # What a device is to _direct; only workspace knows which there are.
     "_cpu_device": LEAVES | {"config", "heap", "_backend", "_channels", "region_layout"},
-    "_cuda_device": LEAVES | {"config", "heap", "_link_check", "region_layout"},
+    "_cuda_device": LEAVES | {"config", "heap", "_check", "_link_check", "region_layout"},
     "_direct": LEAVES | {"config", "heap", "_check", "_faults", "_gathers", "region_layout"},
     "_streams": LEAVES | {"heap.group", "_faults", "region_layout"},
     "_collective_gathers": LEAVES

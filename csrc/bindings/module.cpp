@@ -39,6 +39,29 @@ std::tuple<uint64_t, uint64_t, uint64_t> stream_counters(const Endpoint& endpoin
           arch::load_relaxed_sys(&state->nonfinite_lse)};
 }
 
+// Loads all kernels that calls of a workspace may need. To load one later, while a kernel of this process
+// waits for a peer, could wait for that one.
+bool load_kernels(int wire, int dtype, int device, const std::string& isa) {
+  const Variant* variant = find_variant(isa.c_str());
+  DCP_CHECK(variant != nullptr, device);
+  require_device(*variant, device);
+  const Launch none = {0, 0, nullptr, device};
+  A2aLseReduceParams reduce = {};
+  reduce.wire = Wire(wire);
+  reduce.dtype = DType(dtype);
+  QueryGatherParams gather = {};
+  bool is_loaded = variant->a2a_lse_reduce().run(reduce, none) == Status::kOk;
+  is_loaded = is_loaded && variant->query_gather().run(gather, none) == Status::kOk;
+  gather.quantises = true;
+  for (DType source : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    gather.source_dtype = source;
+    is_loaded = is_loaded && variant->query_gather().run(gather, none) == Status::kOk;
+  }
+  return is_loaded && variant->kv_gather().start({}, none) == Status::kOk &&
+         variant->kv_gather().wait({}, none) == Status::kOk &&
+         variant->link_check().run({}, none) == Status::kOk;
+}
+
 std::vector<std::string> variants(bool runs_here) {
   std::vector<std::string> names;
   for (const Variant& variant : kVariants) {
@@ -110,6 +133,8 @@ PYBIND11_MODULE(DCP_MODULE, module) {
       .def("hand_out_buffer", &Endpoint::hand_out_buffer, py::arg("stream_idx"))
       .def("stream_counters", &stream_counters, py::arg("stream_idx"));
 
+  module.def("load_kernels", &load_kernels, py::kw_only(), py::arg("wire"), py::arg("dtype"),
+             py::arg("device"), py::arg("isa") = "auto");
   module.def(
       "require_device",
       [](int device, const std::string& isa) {

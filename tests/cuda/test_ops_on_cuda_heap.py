@@ -1,0 +1,101 @@
+"""The three ops over the memory of a CUDA heap, in real processes and as thread ranks: device.py between Workspace and the
+driver is real, driver and kernels are not a GPU's (fake_device.py)."""
+
+import ctypes
+import dataclasses
+
+import pytest
+import torch
+
+from dcpkernels import DcpDeviceError, DcpTimeout, Workspace, WorkspaceConfig, a2a_lse_reduce
+from dcpkernels.testing import run_ranks
+from tests.a2a_calls import attempt, check_with_peers, make_call
+from tests.cuda.fake_device import FakeCudaDevice, fake_machine, on_fake_gpus
+
+CONFIG = WorkspaceConfig(
+    24, 64, 16, torch.bfloat16, query_head_dim=48, kv_chunk_rows=32, kv_dim=48, timeout_s=2.0, first_call_timeout_s=20.0
+)
+NUM_RANKS = (2, 4, 8)
+
+
+def run_all_ops(group, fields):
+    fake = fake_machine(8)
+    config = dataclasses.replace(CONFIG, **fields)
+    with on_fake_gpus(fake, group.rank() if hasattr(group, "size") else group.rank) as made:
+        with Workspace(group, config=config, backend="direct") as workspace:
+            workspace.self_check()
+            for num_tokens in (1, 0, 16, 5, 200):  # 200: in rounds
+                check_with_peers(group, workspace, make_call(workspace.num_ranks, num_tokens, 24, 64, torch.bfloat16))
+            stats = workspace.stats()
+            workspace.check()
+    return stats["num_calls"], len(made[0].streams), fake.live()
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_all_ops_in_processes(num_ranks):
+    for num_calls, num_launches, live in run_ranks(run_all_ops, num_ranks, {}, mode="process"):
+        # self_check: a merge, a query and its release, a chunk. A chunk is started and waited for.
+        assert (num_calls, num_launches) == (4 + 5, 4 + 1 + 5)
+        assert set(live.values()) == {0}, live
+
+
+@pytest.mark.parametrize("fields", [{"wire": "packet"}, {"num_channels": 3}, {"num_lanes": 2}], ids=str)
+def test_ways(fields):
+    for _, _, live in run_ranks(run_all_ops, 2, fields, mode="process"):
+        assert set(live.values()) == {0}, live
+
+
+def leave_one_out(group, absent, num_channels):
+    """What each rank raises: those in a call, and the absent one when it looks."""
+    config = dataclasses.replace(CONFIG, num_channels=num_channels, timeout_s=0.5, first_call_timeout_s=20.0)
+    rank = group.rank()
+    with on_fake_gpus(fake_machine(8), rank), Workspace(group, config=config, backend="direct") as workspace:
+        call = make_call(workspace.num_ranks, 7, 24, 64, torch.bfloat16)
+        check_with_peers(group, workspace, call)
+        if rank == absent:
+            group.barrier().wait()
+            raised = attempt(workspace.check)
+        else:
+            out = torch.zeros(7, 24 // workspace.num_ranks, 64, dtype=torch.bfloat16)
+            raised = attempt(merge_into, workspace, call, rank, out)
+            assert out.isnan().all()
+            group.barrier().wait()
+        again = attempt(merge_into, workspace, call, rank, None)
+    return type(raised.error), raised.error.ranks, type(again.error), again.error.ranks
+
+
+def merge_into(workspace, call, rank, out):
+    return a2a_lse_reduce(call.outs[rank], call.lses[rank], workspace=workspace, lse_base=call.lse_base, out=out)
+
+
+@pytest.mark.parametrize(("num_ranks", "absent", "num_channels"), [(2, 0, 1), (4, 3, 3)])
+def test_a_rank_that_does_not_come(num_ranks, absent, num_channels):
+    """The cause is in the host's memory on every rank, also of one that only looks."""
+    for found in run_ranks(leave_one_out, num_ranks, absent, num_channels, mode="process"):
+        assert found == (DcpTimeout, (absent,), DcpTimeout, (absent,))
+
+
+def cut_a_link(group):
+    """Rank 1 sees another memory in the place of rank 0's."""
+    rank = group.rank()
+    with on_fake_gpus(fake_machine(8), rank) as made:
+        original = FakeCudaDevice._check_links
+
+        def check_links(self, heap, *args):
+            if rank == 1:
+                heap.bases[0] = heap.bases[2]
+                ctypes.memmove(heap.bases_table, ctypes.addressof(ctypes.c_uint64(heap.bases[2])), 8)
+            original(self, heap, *args)
+
+        FakeCudaDevice._check_links = check_links
+        raised = attempt(Workspace, group, config=dataclasses.replace(CONFIG, first_call_timeout_s=4.0), backend="direct")
+        FakeCudaDevice._check_links = original
+        assert set(made[0].driver_api.live().values()) == {0}
+    return type(raised.error), str(raised.error)
+
+
+def test_a_link_that_leads_elsewhere():
+    found = run_ranks(cut_a_link, 3, mode="process")
+    assert len(set(found)) == 1, found
+    kind, text = found[0]
+    assert kind is DcpDeviceError and "rank 1 -> rank 0" in text, text
