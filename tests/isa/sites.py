@@ -29,6 +29,7 @@ BROADCASTS = rf"{GATHERS_QUERY}|{STARTS_KV}"  # stores that go to the buffers of
 SIGNALS = rf"{REDUCES}|{BROADCASTS}"
 WAITS = rf"{REDUCES}|{GATHERS_QUERY}|{WAITS_KV}"
 EXCHANGES = rf"{SIGNALS}|{WAITS}"
+CHECKS_LINKS = r"LinkKernel"  # outside of rounds, with flags of its own
 NVIDIA = r"sm_"
 STORE_16_TO_ALL, STORE_FLAG_TO_ALL = "multimem.st.relaxed.sys.global.v4.f32", "multimem.st.release.sys.global.u64"
 
@@ -86,6 +87,27 @@ SITES = (
          COMPARE_EXCHANGE, "core/fault.h", "arch::compare_exchange_sys(&theirs->poison"),
     Site("a fault: ... can read its record",
          RELEASE_STORE, "core/fault.h", "arch::store_release_sys(&record->ready"),
+    Site("links: the pattern of all threads is in the peer's memory ...",
+         PUBLISH_BARRIER, "ops/link_check.cc", "arch::publish_done(cta);", CHECKS_LINKS),
+    Site("links: ... before the flag",
+         RELEASE_STORE, "ops/link_check.cc", "arch::store_release_sys(&slot->line.value, p.nonce);", CHECKS_LINKS),
+    Site("links: the pattern is read after the flag",
+         ACQUIRE_LOAD, "ops/link_check.cc", "return arch::load_acquire_sys(word) == nonce;", CHECKS_LINKS),
+    Site("links: the echo comes after the last read of the pattern",
+         RELEASE_STORE, "ops/link_check.cc", "arch::store_release_sys(&mine->line.released, p_.nonce);", CHECKS_LINKS),
+    Site("links: who sees the nonce of a result sees the result",
+         RELEASE_STORE, "ops/link_check.cc", "arch::store_release_sys(&p.result->nonce, p.nonce);", CHECKS_LINKS),
+    Site("links to all: the pattern, by one store",
+         MULTICAST_STORE, "ops/link_check.cc", "arch::store_multicast(slot->words", CHECKS_LINKS, NVIDIA, STORE_16_TO_ALL),
+    Site("links to all: readers load at another address than the one that was stored to ...",
+         ALIAS_FENCE, "ops/link_check.cc", "arch::broadcast_done(cta, true);", CHECKS_LINKS, NVIDIA, "fence.proxy.alias"),
+    Site("links to all: ... the pattern of all threads is in the peers' memory ...",
+         PUBLISH_BARRIER, "ops/link_check.cc", "arch::broadcast_done(cta, true);", CHECKS_LINKS, NVIDIA),
+    Site("links to all: ... before the flags, by one store",
+         RELEASE_STORE, "ops/link_check.cc", "arch::multicast_flag(&slot->line, p.nonce);", CHECKS_LINKS, NVIDIA,
+         STORE_FLAG_TO_ALL),
+    Site("links to all: the pattern was stored to another address than the one that is read",
+         ALIAS_FENCE, "ops/link_check.cc", "arch::broadcast_arrived(true);", CHECKS_LINKS, NVIDIA, "fence.proxy.alias"),
 )  # fmt: skip
 
 # Where a target has no multicast, the question whether a call uses it is no code.
