@@ -128,13 +128,14 @@ def bad_links(found: Sequence[Sequence[int]]) -> list[BadLink]:
 
 
 def require_links(group: Group, module: Any, **check: Any) -> None:
-    """Collective. `check_links`, and where a link is bad DcpDeviceError, the same on every rank; its `.ranks` are the
-    ends of all bad pairs and the sources of bad multicast."""
+    """Collective. `check_links`, and where a link is bad DcpDeviceError, the same on every rank; its `.ranks` are those
+    that all bad links have in common, and all of their ends where there is none."""
     bad = check_links(group, module, **check)
     if bad:
         named = [str(link) for link in bad[:_MAX_NAMED]]
         more = [f"and {len(bad) - _MAX_NAMED} more"] if len(bad) > _MAX_NAMED else []
-        ranks = {rank for link in bad for rank in (link.source, *(() if link.is_multicast else link.destinations))}
+        ends = [{link.source, *(() if link.of_all else link.destinations)} for link in bad]
+        ranks = set.intersection(*ends) or set.union(*ends)
         raise DcpDeviceError(f"workspace: every rank must reach every other ({'; '.join(named + more)})", ranks=ranks)
 
 
