@@ -37,7 +37,7 @@ def call(needs: str = "init") -> Callable[[Any], Any]:
                 try:
                     require(needs == "nothing" or self.is_init, 3)
                     require(needs != "context" or self.stack(), 201)
-                    self._injected(function.__name__)
+                    self._act(function.__name__)
                     result = function(self, *args)
                 except Refusal as refusal:
                     return real.CUresult(refusal.number), None
@@ -59,7 +59,7 @@ class FakeCore:
         self.calls: list[str] = []
         self.is_init = False
         self.contexts: Counter[int] = Counter()  # by ordinal
-        self._faults: dict[str, tuple[int, int]] = {}
+        self._actions: dict[str, tuple[int, Callable[[], None]]] = {}
         self._last = 0x1000
         self._thread = threading.local()
 
@@ -68,26 +68,31 @@ class FakeCore:
             raise AttributeError(name)  # a function that is not faked must not reach the real driver
         return getattr(real, name)
 
-    def fail(self, name: str, nth: int, number: int = 999) -> None:
+    def fail(self, name: str, nth: int = 1, number: int = 999) -> None:
         """Has the nth call of `name` from now on (1 = the next) return this CUresult and do nothing."""
+        self.act(name, nth, lambda: require(False, number))
+
+    def act(self, name: str, nth: int, action: Callable[[], None]) -> None:
+        """Has the nth call of `name` from now on begin with `action()`."""
         with self.lock:
-            self._faults[name] = nth, number
+            self._actions[name] = nth, action
 
     def heal(self) -> bool:
-        """Takes back what `fail` asked for, and contexts that a failed call left on this thread's stack. Returns whether
-        all faults had happened."""
+        """Takes back what was asked for, and contexts that a failed call left on this thread's stack. Returns whether all
+        of it had happened."""
         with self.lock:
-            happened = not self._faults
-            self._faults.clear()
+            happened = not self._actions
+            self._actions.clear()
             self.stack().clear()
             return happened
 
-    def _injected(self, name: str) -> None:
-        if name in self._faults:
-            nth, number = self._faults.pop(name)
+    def _act(self, name: str) -> None:
+        if name in self._actions:
+            nth, action = self._actions.pop(name)
             if nth == 1:
-                raise Refusal(number)
-            self._faults[name] = nth - 1, number
+                action()
+            else:
+                self._actions[name] = nth - 1, action
 
     def new(self) -> int:
         """A number that no object has had."""

@@ -1,0 +1,249 @@
+"""The CUDA heap when a call of the driver fails, each of them, on one rank: all ranks say the same, and nothing is left."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from dcpkernels.errors import DcpDeviceError, DcpError
+from dcpkernels.heap import cuda_driver
+from dcpkernels.heap.group import as_group
+from dcpkernels.testing import run_ranks
+from tests.cuda.fake_driver import FakeDriver
+from tests.cuda.heap_calls import NBYTES, held, make, meet, on_hosts, outcome, read, same_everywhere, write
+
+# Every function of the driver that the layer names: a new one is in the sweeps below, or fails them.
+FUNCTIONS = set(re.findall(r'"(cu[A-Z]\w+)"', Path(cuda_driver.__file__).read_text()))
+
+
+def attempt(call):
+    """What came of it, as plain data: ("up", reason), or (class, text, ranks)."""
+    try:
+        heap = call()
+    except DcpError as error:
+        return type(error), str(error), error.ranks
+    reason = heap.multicast_reason
+    assert (heap.multicast != 0) == (reason == "yes")
+    heap.close(timeout_s=10)
+    return "up", reason
+
+
+def works(group, fake, multicast):
+    """That ranks of the same processes can have a heap, and all of it works."""
+    heap = make(group, fake, init=lambda address: write(address, b"init"))
+    assert [read(base, 5) for base in heap.bases] == [b"init\0"] * heap.num_ranks
+    meet(group)
+    for base in heap.bases:
+        write(base + NBYTES - 1 - heap.rank, bytes([heap.rank + 1]))
+    meet(group)
+    expected = bytes(range(heap.num_ranks, 0, -1))
+    assert heap.read(NBYTES - heap.num_ranks, heap.num_ranks) == expected
+    assert (heap.multicast != 0) == multicast, heap.multicast_reason
+    meet(group)
+    heap.close(timeout_s=10)
+
+
+# What may stay behind in `close` when this call fails: what it was to release, and what rests on that.
+LEFT = {
+    "cuCtxPopCurrent": [{}],
+    "cuCtxPushCurrent": [{}, {"host": 1}, {"streams": 1}],  # of what cannot be released without
+    "cuMulticastUnbind": [{"bound": 1, "handles": 2}],
+    "cuMemUnmap": [{"mapped": 1, "reserved": 1}],
+    "cuMemAddressFree": [{"reserved": 1}],
+    "cuMemRelease": [{"handles": 1}],
+    "cuMemFreeHost": [{"host": 1}],
+    "cuStreamDestroy": [{"streams": 1}],
+    "cuDevicePrimaryCtxRelease": [{"contexts": 1}],
+}
+IN_READ = {"cuCtxPushCurrent", "cuMemcpyDtoHAsync", "cuStreamSynchronize", "cuCtxPopCurrent"}
+IN_CREATE = FUNCTIONS - set(LEFT) - IN_READ | {"cuCtxPushCurrent", "cuStreamSynchronize", "cuCtxPopCurrent"}
+
+
+# ---- each call of `create`
+
+
+def _sweep(group, victim, hosts, folder):
+    """On each rank: the calls that a clean run makes on the victim, without and with multicast, and what came of failing
+    each of the latter."""
+    rank = group.rank()
+    if hosts:
+        on_hosts(hosts[rank])
+    fake = FakeDriver(fabric=folder)
+
+    def record(**options):
+        start = len(fake.calls)
+        heap = make(group, fake, **options)
+        calls = fake.calls[start:]
+        heap.close(timeout_s=10)
+        return as_group(group).all_gather_object(calls)[victim]
+
+    without, calls = record(multicast=False), record()
+    before = held(fake)
+    results = []
+    for name, count in Counter(calls).items():
+        for nth in range(1, count + 1):
+            if rank == victim:
+                fake.fail(name, nth)
+            result = attempt(lambda: make(group, fake))
+            meet(group)
+            assert fake.heal(), (name, nth)  # it has happened
+            assert held(fake) == before, (name, nth, result)
+            results.append((name, result))
+    works(group, fake, multicast=True)
+    assert held(fake) == before
+    return without, calls, results
+
+
+def check_sweep(victim, without, calls, results):
+    soft = Counter()
+    for name, result in results:
+        if result[0] == "up":
+            soft[name] += 1
+            assert result[1].startswith(f"no: rank {victim}: {name}"), result
+            text = result[1]
+        else:
+            cls, text, ranks = result
+            assert cls is DcpDeviceError and ranks == (victim,), (name, result)
+            assert re.match(rf"workspace: [a-z ]+ failed on rank {victim}: (the region of rank \d: )?{name} ", text), (
+                text
+            )
+        assert "(got CUDA_ERROR_UNKNOWN, error 999" in text and "device " in text
+    # What multicast adds may fail; nothing else may.
+    assert soft == Counter(calls) - Counter(without), (soft, Counter(calls) - Counter(without))
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_any_call_that_fails_on_one_rank_is_the_same_on_all(victim):
+    results = run_ranks(_sweep, 3, victim, None, None, mode="process", timeout_s=120)
+    without, calls, outcomes = same_everywhere(results)
+    check_sweep(victim, without, calls, outcomes)
+    assert {name for name, _ in outcomes} == IN_CREATE - (set() if victim == 0 else {"cuMulticastCreate"})
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_any_call_that_fails_between_hosts_is_the_same_on_all(victim, tmp_path):
+    results = run_ranks(_sweep, 2, victim, "ab", tmp_path, mode="process", timeout_s=120)
+    check_sweep(victim, *same_everywhere(results))
+
+
+def _thread_sweep(group, fake):
+    """Thread ranks have one driver: the nth call of any of them fails."""
+    before = held(fake)
+    start = len(fake.calls)
+    meet(group)
+    heap = make(group, fake)
+    meet(group)
+    calls = fake.calls[start:]
+    meet(group)
+    heap.close(timeout_s=10)
+    meet(group)
+    results = []
+    for name, count in sorted(Counter(calls).items()):
+        for nth in range(1, count + 1):
+            if group.rank == 0:
+                fake.fail(name, nth)
+            meet(group)
+            result = attempt(lambda: make(group, fake))
+            meet(group)
+            assert fake.heal() or group.rank, (name, nth)
+            assert held(fake) == before, (name, nth, result)
+            meet(group)
+            results.append((name, result))
+    works(group, fake, multicast=True)
+    return results
+
+
+def test_any_call_that_fails_in_thread_ranks_is_the_same_on_all():
+    fake = FakeDriver()
+    results = same_everywhere(run_ranks(_thread_sweep, 2, fake, timeout_s=120))
+    assert set(fake.live().values()) == {0}
+    for name, result in results:
+        text = result[1]
+        assert (
+            f" {name} " in text and "CUDA_ERROR_UNKNOWN" in text and (result[0] == "up" or result[0] is DcpDeviceError)
+        )
+
+
+# ---- each call of `close`
+
+
+def _close_sweep(group, victim):
+    fake, rank = FakeDriver(), group.rank()
+    heap = make(group, fake)
+    start = len(fake.calls)
+    heap.close(timeout_s=10)
+    calls = as_group(group).all_gather_object(fake.calls[start:])[victim]
+    results = []
+    for name, count in Counter(calls).items():
+        for nth in range(1, count + 1):
+            before = fake.live()
+            heap = make(group, fake)
+            if rank == victim:
+                fake.fail(name, nth)
+            heap.close(timeout_s=10)  # raises nothing
+            heap.close(timeout_s=10)
+            assert fake.heal(), (name, nth)
+            results.append((name, {kind: n - before[kind] for kind, n in fake.live().items() if n != before[kind]}))
+            meet(group)
+    works(group, fake, multicast=True)
+    return calls, results
+
+
+def test_close_releases_all_else_when_one_call_fails():
+    peer, victim = run_ranks(_close_sweep, 2, 1, mode="process", timeout_s=120)
+    assert all(left == {} for _, left in peer[1])
+    assert {name for name, _ in victim[1]} == set(LEFT)
+    for name, left in victim[1]:
+        assert left in LEFT[name], (name, left)
+
+
+def _all_of_close_fails(group):
+    fake = FakeDriver()
+    heap = make(group, fake)
+    memory = heap.own_memory(0, 10)
+    for name in LEFT:
+        getattr(fake, name)  # all exist
+        setattr(fake, name, lambda *_: (fake.CUresult(4), None))  # as in a process that is ending
+    heap.close(timeout_s=10)
+    del memory
+    return heap.bases
+
+
+def test_close_raises_nothing_when_the_driver_has_shut_down():
+    assert run_ranks(_all_of_close_fails, 2, mode="process") == [[], []]
+
+
+def _first_error(group):
+    fake = FakeDriver()
+    if group.rank() == 1:
+        fake.fail("cuMemSetAccess", 1, 2)
+        fake.fail("cuMemUnmap", 1, 700)
+        fake.fail("cuDevicePrimaryCtxRelease", 1, 4)
+    return outcome(lambda: make(group, fake))
+
+
+def test_an_error_while_giving_back_does_not_hide_the_first():
+    _, text, _ = same_everywhere(run_ranks(_first_error, 2, mode="process"))
+    assert text.startswith("workspace: create region failed on rank 1: cuMemSetAccess of 131072 bytes")
+
+
+# ---- `read`
+
+
+def _read_fails(group):
+    fake = FakeDriver()
+    heap = make(group, fake)
+    texts = []
+    for name in sorted(IN_READ):
+        fake.fail(name, 1, 719)
+        texts.append(outcome(lambda: heap.read(0, 8))[1])
+        fake.heal()
+    assert heap.read(0, 8) == bytes(8)
+    heap.close(timeout_s=1)
+    return texts
+
+
+def test_read_raises_what_its_calls_say():
+    for name, text in zip(sorted(IN_READ), run_ranks(_read_fails, 1, mode="process")[0], strict=True):
+        assert text.startswith(name) and "CUDA_ERROR_LAUNCH_FAILED, error 719" in text and "context is lost" in text

@@ -1,0 +1,324 @@
+"""The CUDA heap where it cannot be: machines, groups and arguments that do not fit; ranks that die or are late."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from dcpkernels.errors import DcpDeviceError, DcpError, DcpInvalidArgument, DcpPeerLost, DcpTimeout, DcpUnsupported
+from dcpkernels.testing import run_ranks
+from tests.cuda.fake_driver import FakeDriver
+from tests.cuda.heap_calls import NBYTES, held, make, meet, on_hosts, outcome, read, same_everywhere, write
+
+
+def _refused(group, drivers, options, hosts, num_allocations):
+    """What `make` raises, with a fake driver and options of each rank's own; and that nothing is left."""
+    rank = group.rank()
+    if hosts:
+        on_hosts(hosts[rank])
+    fake = FakeDriver(**drivers.get(rank, {}))
+    before = held(fake)
+    result = outcome(lambda: make(group, fake, **options.get(rank, {})))
+    assert held(fake) == before and fake.calls.count("cuMemCreate") <= num_allocations
+    return result
+
+
+def refused(num_ranks, drivers=None, options=None, *, hosts=None, num_allocations=0):
+    arguments = drivers or {}, options or {}, hosts, num_allocations
+    return same_everywhere(run_ranks(_refused, num_ranks, *arguments, mode="process"))
+
+
+# ---- before anything is allocated
+
+
+def _fail(address):
+    raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    ("options", "cls", "parts"),
+    [
+        ({"payload": {"isa": "x"}}, DcpUnsupported, ["isa", "rank 0: not given; rank 1: 'x'"]),
+        ({"nbytes": NBYTES + 1}, DcpUnsupported, [f"nbytes (rank 0: {NBYTES}; rank 1: {NBYTES + 1})"]),
+        ({"control_nbytes": 8}, DcpUnsupported, ["control_nbytes (rank 0: 1000; rank 1: 8)"]),
+        ({"nbytes": 0}, DcpInvalidArgument, ["check failed on rank 1: nbytes must be positive (got 0)"]),
+        ({"control_nbytes": 0}, DcpInvalidArgument, ["control_nbytes must be from 1 to nbytes=12388 (got 0)"]),
+        ({"control_nbytes": NBYTES + 1}, DcpInvalidArgument, ["(got 12389)"]),
+        ({"device": 8}, DcpUnsupported, ["device must be one of the 8 that this process sees (got 8)", "VISIBLE"]),
+        ({"device": -1}, DcpUnsupported, ["(got -1)"]),
+    ],
+)
+def test_what_ranks_ask_for_must_fit(options, cls, parts):
+    got, text, ranks = refused(2, options={1: options})
+    assert got is cls and ranks == (1,) and text.startswith("workspace: ") and all(part in text for part in parts), text
+
+
+@pytest.mark.parametrize(
+    ("driver", "cls", "parts"),
+    [
+        ({"devices": []}, DcpUnsupported, ["cuInit", "CUDA_ERROR_NO_DEVICE, error 100", "nvidia-smi -L"]),
+        ({"version": 12020}, DcpUnsupported, ["must be of version 12.3 or later (got 12.2)"]),
+    ],
+)
+def test_a_machine_without_a_fit_driver_is_refused(driver, cls, parts):
+    got, text, ranks = refused(2, {1: driver})
+    assert got is cls and ranks == (1,) and all(part in text for part in parts), text
+
+
+def test_devices_that_cannot_reach_each_other_are_named_before_anything_is_tried():
+    cut = {rank: {"cut": [(0, 2), (2, 1)]} for rank in range(3)}
+    cls, text, ranks = refused(3, cut)
+    assert cls is DcpUnsupported and ranks == (0, 1, 2)
+    assert text == (
+        "workspace: every device must reach the memory of every other, by cuDeviceCanAccessPeer (no: "
+        "rank 0 (device 0, Fake H100 0, 0000:00:00.0) to rank 2 (device 2, Fake H100 2, 0000:02:00.0); "
+        "rank 2 (device 2, Fake H100 2, 0000:02:00.0) to rank 1 (device 1, Fake H100 1, 0000:01:00.0)): "
+        "see `nvidia-smi topo -p2p rw`"
+    )
+
+
+def test_mig_devices_are_told_apart_from_broken_links():
+    pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
+    mig = {rank: {"cut": pairs, "name": "NVIDIA H100 MIG 1g.10gb"} for rank in range(4)}
+    cls, text, _ = refused(4, mig)
+    assert cls is DcpUnsupported and "MIG devices have no peer access" in text and "and 4 more" in text
+
+
+def test_a_pair_that_nobody_could_ask_about_is_named_by_the_driver():
+    # Each process sees its own device only; so nobody knows before it is tried.
+    drivers = {0: {"devices": [0], "cut": [(0, 1)]}, 1: {"devices": [1]}}
+    cls, text, ranks = refused(2, drivers, {0: {"device": 0}, 1: {"device": 0}}, num_allocations=1)
+    assert cls is DcpUnsupported and ranks == (0,)
+    assert "map peers failed on rank 0: the region of rank 1: cuMemSetAccess" in text and "topo -p2p" in text
+
+
+# ---- hosts
+
+
+@pytest.mark.parametrize("number", [800, 801])
+def test_several_hosts_without_fabric_handles_are_refused(number):
+    drivers = {rank: {"no_fabric": number} for rank in range(2)}
+    cls, text, _ = refused(2, drivers, hosts="ab", num_allocations=1)
+    assert cls is DcpUnsupported and "cuMemCreate of 131072 bytes" in text and f"error {number}" in text
+    assert "nvidia-imex" in text and "/dev/nvidia-caps-imex-channels" in text and "several hosts" in text
+
+
+def test_one_host_of_several_without_fabric_handles_is_named(tmp_path):
+    cls, text, ranks = refused(2, {0: {"fabric": tmp_path}}, hosts="ab", num_allocations=1)
+    assert cls is DcpUnsupported and ranks == (1,) and "create region failed on rank 1: cuMemCreate" in text
+
+
+def test_hosts_that_do_not_share_a_domain_are_refused(tmp_path):
+    drivers = {0: {"fabric": tmp_path / "0"}, 1: {"fabric": tmp_path / "1"}}
+    for driver in drivers.values():
+        driver["fabric"].mkdir()
+    cls, text, _ = refused(2, drivers, hosts="ab", num_allocations=1)
+    assert issubclass(cls, DcpError) and "the region of rank 1: cuMemImportFromShareableHandle" in text
+    assert not list(tmp_path.glob("*/*"))
+
+
+# ---- memory
+
+
+def test_too_little_memory_says_how_much_is_needed_and_there():
+    cls, text, ranks = refused(2, {1: {"memory_bytes": 100_000}}, num_allocations=1)
+    assert cls is DcpDeviceError and ranks == (1,)
+    assert "cuMemCreate of 131072 bytes" in text and "CUDA_ERROR_OUT_OF_MEMORY, error 2" in text
+    assert "(100000 of 100000 bytes are free)" in text and "expandable" in text
+
+
+def test_host_memory_must_have_one_address():
+    cls, text, ranks = refused(2, {1: {"unified": False}}, num_allocations=1)
+    assert cls is DcpUnsupported and ranks == (1,) and "unified addressing" in text
+
+
+def test_an_init_that_raises_is_everybodys_error():
+    cls, text, ranks = refused(3, options={2: {"init": _fail}}, num_allocations=1)
+    assert (cls, text, ranks) == (DcpError, "workspace: create region failed on rank 2: ValueError: no", (2,))
+
+
+# ---- multicast
+
+
+def _without_multicast(group, drivers, options, faults):
+    rank = group.rank()
+    fake = FakeDriver(**drivers.get(rank, {}))
+    for name, number in faults.get(rank, {}).items():
+        fake.fail(name, 1, number)
+    before = held(fake)
+    heap = make(group, fake, init=lambda address: write(address, b"abc"), **options.get(rank, {}))
+    assert heap.multicast == 0 and all(read(base, 4) == b"abc\0" for base in heap.bases)
+    reason, created = heap.multicast_reason, fake.calls.count("cuMulticastCreate")
+    meet(group)
+    heap.close(timeout_s=10)
+    assert held(fake) == before
+    return reason, created
+
+
+@pytest.mark.parametrize(
+    ("drivers", "options", "faults", "parts"),
+    [
+        ({}, {1: {"multicast": False}}, {}, ["no: rank 1 asked for none"]),
+        ({}, {rank: {"multicast": False} for rank in range(3)}, {}, ["no: ranks 0, 1, 2 asked for none"]),
+        ({2: {"multicast": False}}, {}, {}, ["no: rank 2: device 2, Fake H100 2 has none", "MULTICAST_SUPPORTED is 0"]),
+        ({}, {}, {1: {"cuMulticastGetGranularity": 801}}, ["no: rank 1: cuMulticastGetGranularity", "error 801"]),
+    ],
+)
+def test_multicast_is_not_tried_where_a_rank_cannot_or_will_not(drivers, options, faults, parts):
+    results = run_ranks(_without_multicast, 3, drivers, options, faults, mode="process")
+    reason, created = same_everywhere(results)
+    assert created == 0 and all(part in reason for part in parts), reason
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "number", "parts"),
+    [
+        (0, "cuMulticastCreate", 801, ["cuMulticastCreate of 131072 bytes", "CUDA_ERROR_NOT_SUPPORTED", "3 devices"]),
+        (1, "cuMulticastAddDevice", 401, ["CUDA_ERROR_ILLEGAL_STATE, error 401", "nvidia-fabricmanager"]),
+        (2, "cuMulticastBindMem", 802, ["CUDA_ERROR_SYSTEM_NOT_READY, error 802", "nvidia-fabricmanager"]),
+        (2, "cuMulticastBindMem", 2, ["CUDA_ERROR_OUT_OF_MEMORY", "131072 bytes"]),
+    ],
+)
+def test_multicast_that_fails_on_a_rank_says_where_and_what_to_do(rank, name, number, parts):
+    results = run_ranks(_without_multicast, 3, {}, {}, {rank: {name: number}}, mode="process")
+    reason = same_everywhere([reason for reason, _ in results])
+    assert reason.startswith(f"no: rank {rank}: {name}") and all(part in reason for part in parts), reason
+
+
+# ---- the caller's check of links
+
+
+def _links(group, bad):
+    fake, rank = FakeDriver(), group.rank()
+    before, seen = held(fake), []
+
+    def check(heap):
+        assert heap.multicast_reason == "yes" and read(heap.bases[1 - rank], 1) == b"\0" and fake.stack() == [rank]
+        seen.append(heap)
+        if rank in bad:
+            raise DcpDeviceError(f"device {rank} must see what device {1 - rank} stores", ranks=(1 - rank,))
+
+    try:
+        heap = make(group, fake, check_links=check)
+    except DcpError as error:
+        assert seen[0].bases == [] and seen[0].multicast == 0  # of no use to who has kept it
+        seen.clear()
+        assert held(fake) == before
+        return type(error), str(error), error.ranks
+    heap.close(timeout_s=10)
+    return None
+
+
+def test_a_link_that_does_not_carry_is_an_error_of_all():
+    assert run_ranks(_links, 2, [], mode="process") == [None, None]
+    text = "workspace: check links failed on rank {}: device {} must see what device {} stores{}"
+    one = same_everywhere(run_ranks(_links, 2, [1], mode="process"))
+    assert one == (DcpDeviceError, text.format(1, 1, 0, ""), (0,))
+    both = same_everywhere(run_ranks(_links, 2, [0, 1], mode="process"))
+    assert both == (DcpDeviceError, text.format(0, 0, 1, " (also failed on rank 1)"), (1,))
+
+
+# ---- ranks that die, are late, give up
+
+
+def _die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _dies_at(group, victim, name, nth):
+    fake = FakeDriver()
+    before = held(fake)
+    if group.rank() == victim:
+        fake.act(name, nth, _die)
+    start = time.monotonic()
+    result = outcome(lambda: make(group, fake))
+    assert held(fake) == before
+    seconds = time.monotonic() - start
+    time.sleep(0.3)  # a rank that exits now would wake others that are stuck
+    return result, seconds
+
+
+@pytest.mark.parametrize(
+    ("victim", "name", "nth", "step"),
+    [
+        (2, "cuMemGetAllocationGranularity", 1, "measure"),
+        (2, "cuMemCreate", 1, "create region"),
+        (0, "cuMemImportFromShareableHandle", 1, "map peers"),
+        (0, "cuMulticastCreate", 1, "create multicast"),
+        (1, "cuMulticastAddDevice", 1, "join multicast"),
+        (2, "cuMulticastBindMem", 1, "bind multicast"),
+        (1, "cuMemAddressReserve", 4, "map multicast"),
+    ],
+)
+def test_a_death_is_seen_by_all_at_once_in_every_step(victim, name, nth, step):
+    results = run_ranks(_dies_at, 3, victim, name, nth, mode="process", expect_exit={victim: -9})
+    for result, seconds in (result for result in results if result):
+        text = f"workspace: {step}: rank {victim} is gone: its process ended, or it gave up"
+        assert result == (DcpPeerLost, text, (victim,)) and seconds < 10  # not the deadline
+
+
+def _late_at(group, name, nth):
+    fake = FakeDriver()
+    before = held(fake)
+    if group.rank() == 1:
+        fake.act(name, nth, lambda: time.sleep(2))
+    result = outcome(lambda: make(group, fake, timeout_s=1.0))
+    assert held(fake) == before
+    meet(group)
+    return result
+
+
+@pytest.mark.parametrize(("name", "step"), [("cuMemCreate", "create region"), ("cuMulticastBindMem", "bind multicast")])
+def test_a_late_rank_is_named_and_raises_too(name, step):
+    for cls, text, ranks in run_ranks(_late_at, 2, name, 1, mode="process"):
+        assert cls is DcpTimeout and ranks == (1,) and text.startswith(f"workspace: {step}: no answer from rank 1"), (
+            text
+        )
+
+
+def _interrupted(group):
+    fake = FakeDriver()
+    before = held(fake)
+
+    def init(address):
+        if group.rank() == 1:
+            raise KeyboardInterrupt
+
+    try:
+        result = outcome(lambda: make(group, fake, init=init))
+    except KeyboardInterrupt:
+        result = "interrupted"
+    assert held(fake) == before
+    return result
+
+
+def test_ctrl_c_on_one_rank_ends_the_others():
+    other, interrupted = run_ranks(_interrupted, 2, mode="process")
+    assert interrupted == "interrupted"
+    assert other == (DcpPeerLost, "workspace: create region: rank 1 gave up: KeyboardInterrupt", (1,))
+
+
+def _killed(group):
+    fake = FakeDriver()
+    before = held(fake)
+    heap = make(group, fake)
+    assert heap.lost_peers() == ()
+    meet(group)
+    if heap.rank == 1:
+        write(heap.bases[0], b"last words")
+        _die()
+    while not (lost := heap.lost_peers()):
+        time.sleep(0.001)
+    assert heap.rank or heap.read(0, 10) == b"last words"
+    write(heap.bases[1], b"x")  # its memory lives as long as somebody maps it
+    start = time.monotonic()
+    heap.close(timeout_s=10)  # waits for the survivors, not for the dead
+    assert held(fake) == before and heap.lost_peers() == (1,)
+    return lost, time.monotonic() - start
+
+
+def test_a_killed_rank_is_named_and_not_waited_for():
+    results = run_ranks(_killed, 3, mode="process", expect_exit={1: -9})
+    for lost, seconds in (result for result in results if result):
+        assert lost == (1,) and seconds < 8
