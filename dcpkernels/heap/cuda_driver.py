@@ -21,6 +21,9 @@ _log = logging.getLogger("dcpkernels")
 # 12.3 is the first with fabric handles. Multicast came with 12.1, the rest is older.
 MIN_VERSION = 12030
 
+_EXCHANGE = "cuThreadExchangeStreamCaptureMode"
+_FAILED = object()
+
 # How memory is to leave the process: not at all, as a descriptor, or as 64 bytes that work on other hosts too.
 NONE, FD, FABRIC = "none", "fd", "fabric"
 _HANDLE_TYPES = {
@@ -167,28 +170,47 @@ class Driver:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Makes the context current on this thread for a while."""
-        self._call("cuCtxPushCurrent", self._context)
+        """Makes the context current on this thread for a while, and keeps what is done there out of graphs: by default a
+        call for memory on any thread breaks a capture that is going on on another."""
+        before = self._call(_EXCHANGE, self._relaxed)
+        try:
+            self._call("cuCtxPushCurrent", self._context)
+        except BaseException:
+            self._try(self._call, _EXCHANGE, before)
+            raise
         try:
             yield
-        finally:
+        except BaseException:  # this is the error to see, whatever the way out has to say
+            self._try(self._call, "cuCtxPopCurrent")
+            self._try(self._call, _EXCHANGE, before)
+            raise
+        try:
             self._call("cuCtxPopCurrent")
+        finally:
+            self._call(_EXCHANGE, before)
 
     def quietly(self, step: Callable[..., Any], *args: Any) -> None:
-        """For taking down: makes the context current if that works, calls `step(*args)` in any case, logs what fails.
-        What is left to do must be done, and an error here would hide the one that led here."""
+        """For taking down: as inside `current` where that works, calls `step(*args)` in any case, logs what fails. What is
+        left to do must be done, and an error here would hide the one that led here. Garbage collection may come here
+        from anywhere, also from the middle of a capture."""
+        before = self._try(self._call, _EXCHANGE, self._relaxed)
         pushed = self._try(self._call, "cuCtxPushCurrent", self._context)
         self._try(step, *args)
-        if pushed:
+        if pushed is not _FAILED:
             self._try(self._call, "cuCtxPopCurrent")
+        if before is not _FAILED:
+            self._try(self._call, _EXCHANGE, before)
 
-    def _try(self, step: Callable[..., Any], *args: Any) -> bool:
+    def _try(self, step: Callable[..., Any], *args: Any) -> Any:
         try:
-            step(*args)
+            return step(*args)
         except Exception as error:  # noqa: BLE001  also what a broken installation raises
             _log.debug("while releasing: %s", error)
-            return False
-        return True
+            return _FAILED
+
+    @property
+    def _relaxed(self) -> Any:
+        return self._enum("CUstreamCaptureMode", "CU_STREAM_CAPTURE_MODE_RELAXED")
 
     # ---- memory: handles, address ranges, mappings
 

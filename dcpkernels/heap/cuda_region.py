@@ -74,13 +74,12 @@ class DeviceMemory:
     """A part of a region for those who know `__cuda_array_interface__`: torch.as_tensor, cupy, numba."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
+        self._address, self._nbytes = address, nbytes
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        data = (self._address, False)  # not read-only
+        return {"shape": (self._nbytes,), "typestr": "|u1", "data": data, "strides": None, "version": 3}
 
 
 class Region:

@@ -10,6 +10,8 @@ from typing import Any
 
 from tests.cuda.bindings import real
 
+_RELAXED = real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+
 
 class Refusal(Exception):
     """Ends a call with this CUresult."""
@@ -25,9 +27,10 @@ def require(holds: Any, number: int = 1) -> None:
         raise Refusal(number)
 
 
-def call(needs: str = "init") -> Callable[[Any], Any]:
+def call(needs: str = "init", *, breaks_capture: bool = False) -> Callable[[Any], Any]:
     """A function of the driver: counted, may be told to fail, returns a tuple that starts with a CUresult. `needs`:
-    "nothing", "init", or "context" (a current one; for the calls that have CUDA_ERROR_INVALID_CONTEXT in the manual)."""
+    "nothing", "init", or "context" (a current one; for the calls that have CUDA_ERROR_INVALID_CONTEXT in the manual).
+    `breaks_capture`: is taken to be "potentially unsafe" during a capture, as the manual calls cudaMalloc."""
 
     def wrap(function: Any) -> Any:
         @functools.wraps(function)
@@ -37,6 +40,9 @@ def call(needs: str = "init") -> Callable[[Any], Any]:
                 try:
                     require(needs == "nothing" or self.is_init, 3)
                     require(needs != "context" or self.stack(), 201)
+                    if breaks_capture and self.capture == "going on" and self.capture_mode() != _RELAXED:
+                        self.capture = "broken"
+                        require(False, 900)
                     self._act(function.__name__)
                     result = function(self, *args)
                 except Refusal as refusal:
@@ -58,6 +64,7 @@ class FakeCore:
         self.lock = threading.RLock()
         self.calls: list[str] = []
         self.is_init = False
+        self.capture = ""  # "going on": one of some thread, in the global mode; "broken": no more
         self.contexts: Counter[int] = Counter()  # by ordinal
         self._actions: dict[str, tuple[int, Callable[[], None]]] = {}
         self._last = 0x1000
@@ -78,12 +85,13 @@ class FakeCore:
             self._actions[name] = nth, action
 
     def heal(self) -> bool:
-        """Takes back what was asked for, and contexts that a failed call left on this thread's stack. Returns whether all
+        """Takes back what was asked for, and what a failed call left of contexts on this thread's stack. Returns whether all
         of it had happened."""
         with self.lock:
             happened = not self._actions
             self._actions.clear()
             self.stack().clear()
+            self._thread.mode = real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
             return happened
 
     def _act(self, name: str) -> None:
@@ -98,6 +106,14 @@ class FakeCore:
         """A number that no object has had."""
         self._last += 0x10
         return self._last
+
+    @call("nothing")
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        before, self._thread.mode = self.capture_mode(), real.CUstreamCaptureMode(mode)
+        return before
+
+    def capture_mode(self) -> Any:
+        return getattr(self._thread, "mode", real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
 
     def stack(self) -> list[int]:
         """Ordinals of the thread's contexts, the current one last."""

@@ -140,14 +140,14 @@ class FakeDriver(FakeVmm):
 
     # ---- streams, and copies on them
 
-    @call("context")
+    @call("context", breaks_capture=True)
     def cuStreamCreate(self, flags: int) -> Any:
         require(flags == int(real.CUstream_flags.CU_STREAM_NON_BLOCKING))
         stream = self.new()
         self._streams[stream] = []
         return real.CUstream(stream)
 
-    @call("context")
+    @call("context", breaks_capture=True)
     def cuStreamDestroy(self, stream: Any) -> tuple[()]:
         require(self._streams.pop(int(stream), None) is not None, 400)
         return ()
@@ -185,7 +185,7 @@ class FakeDriver(FakeVmm):
 
     # ---- memory of the host
 
-    @call("context")
+    @call("context", breaks_capture=True)
     def cuMemHostAlloc(self, nbytes: int, flags: int) -> int:
         require(flags == real.CU_MEMHOSTALLOC_PORTABLE | real.CU_MEMHOSTALLOC_DEVICEMAP and nbytes > 0)
         address, size = fake_memory.host(nbytes, GARBAGE)
@@ -197,7 +197,7 @@ class FakeDriver(FakeVmm):
         require(address in self._host and flags == 0)
         return real.CUdeviceptr(address if self.unified else address + (1 << 40))
 
-    @call("context")
+    @call("context", breaks_capture=True)
     def cuMemFreeHost(self, address: int) -> tuple[()]:
         require(address in self._host)
         fake_memory.free(address, self._host.pop(address))

@@ -101,7 +101,7 @@ class FakeVmm(FakeCore):
         minimum = real.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return self.granularity * (1 if option == minimum else 16)
 
-    @call()
+    @call(breaks_capture=True)
     def cuMemCreate(self, nbytes: int, prop: Any, flags: int) -> Any:
         ordinal, handle_types = self._prop(prop)
         require(flags == 0 and nbytes > 0 and nbytes % self.granularity == 0)
@@ -117,7 +117,7 @@ class FakeVmm(FakeCore):
         own = {id(memory): memory for memory in all_memory if memory.kind == "memory" and not memory.is_import}
         return sum(memory.nbytes for memory in own.values())
 
-    @call()
+    @call(breaks_capture=True)
     def cuMemRelease(self, handle: Any) -> tuple[()]:
         memory = self.memory_of(handle)
         # The manual does not say what becomes of a binding then.
@@ -140,7 +140,7 @@ class FakeVmm(FakeCore):
         memory.files[-1].write_text(f"/proc/{os.getpid()}/fd/{memory.fd}")
         return result
 
-    @call()
+    @call(breaks_capture=True)
     def cuMemImportFromShareableHandle(self, os_handle: Any, handle_type: Any) -> Any:
         if int(handle_type) == _FD:
             require(isinstance(os_handle, int), 1)
@@ -160,7 +160,7 @@ class FakeVmm(FakeCore):
 
     # ---- addresses and mappings
 
-    @call()
+    @call(breaks_capture=True)
     def cuMemAddressReserve(self, nbytes: int, alignment: int, hint: int, flags: int) -> Any:
         require(nbytes > 0 and nbytes % self.granularity == 0 and hint == 0 and flags == 0)
         require(alignment & (alignment - 1) == 0)
@@ -168,7 +168,7 @@ class FakeVmm(FakeCore):
         self.reserved[address] = nbytes
         return real.CUdeviceptr(address)
 
-    @call()
+    @call(breaks_capture=True)
     def cuMemAddressFree(self, address: int, nbytes: int) -> tuple[()]:
         require(self.reserved.get(int(address)) == nbytes)
         require(not any(address <= start < address + nbytes for start in self.mapped))
@@ -176,7 +176,7 @@ class FakeVmm(FakeCore):
         fake_memory.free(address, nbytes)
         return ()
 
-    @call()
+    @call(breaks_capture=True)
     def cuMemMap(self, address: int, nbytes: int, offset: int, handle: Any, flags: int) -> tuple[()]:
         memory = self.memory_of(handle)
         require(offset == 0 and flags == 0 and 0 < nbytes <= memory.nbytes)
@@ -192,7 +192,7 @@ class FakeVmm(FakeCore):
         self.mapped[address] = Mapping(memory, nbytes, set())
         return ()
 
-    @call()
+    @call(breaks_capture=True)
     def cuMemSetAccess(self, address: int, nbytes: int, descs: list[Any], count: int) -> tuple[()]:
         require(address in self.mapped and self.mapped[address].nbytes == nbytes and count == len(descs) > 0)
         mapping = self.mapped[address]
@@ -210,7 +210,7 @@ class FakeVmm(FakeCore):
             fake_memory.allow(address, nbytes)
         return ()
 
-    @call()
+    @call(breaks_capture=True)
     def cuMemUnmap(self, address: int, nbytes: int) -> tuple[()]:
         require(address in self.mapped and self.mapped[address].nbytes == nbytes)
         fake_memory.take_away(address, nbytes)
@@ -226,7 +226,7 @@ class FakeVmm(FakeCore):
         minimum = real.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_MINIMUM
         return self.multicast_granularity * (1 if option == minimum else 256)
 
-    @call()
+    @call(breaks_capture=True)
     def cuMulticastCreate(self, prop: Any) -> Any:
         require(self.multicast, 801)
         require(prop.numDevices > 1 and prop.size > 0 and prop.size % self.multicast_granularity == 0)
@@ -236,7 +236,7 @@ class FakeVmm(FakeCore):
         os.pwrite(fd, json.dumps(table).encode(), 0)
         return self._add(Memory("multicast", "-", int(prop.handleTypes), fd, prop.size))
 
-    @call()
+    @call(breaks_capture=True)
     def cuMulticastAddDevice(self, handle: Any, device: Any) -> tuple[()]:
         with _table(self.memory_of(handle, "multicast").fd) as table:
             uuid = self.uuid(self.ordinal(device))
@@ -244,7 +244,7 @@ class FakeVmm(FakeCore):
             table["team"].append(uuid)
         return ()
 
-    @call()
+    @call(breaks_capture=True)
     def cuMulticastBindMem(self, handle: Any, at: int, memory: Any, offset: int, nbytes: int, flags: int) -> tuple[()]:
         team, bound = self.memory_of(handle, "multicast"), self.memory_of(memory, "memory")
         require(at == 0 and offset == 0 and flags == 0 and 0 < nbytes <= min(team.nbytes, bound.nbytes))
@@ -257,7 +257,7 @@ class FakeVmm(FakeCore):
         self.bound[_inode(team.fd), bound.uuid] = bound.fd
         return ()
 
-    @call()
+    @call(breaks_capture=True)
     def cuMulticastUnbind(self, handle: Any, device: Any, at: int, nbytes: int) -> tuple[()]:
         team, uuid = self.memory_of(handle, "multicast"), self.uuid(self.ordinal(device))
         require((_inode(team.fd), uuid) in self.bound and at == 0 and nbytes == team.nbytes)

@@ -47,6 +47,11 @@ int cuDevicePrimaryCtxRetain(void** c, int d) { *c = (void*)0x77; return say("cu
 int cuDevicePrimaryCtxRelease_v2(int d) { return say("cuDevicePrimaryCtxRelease %d", d); }
 int cuCtxPushCurrent_v2(void* c) { return say("cuCtxPushCurrent %p", c); }
 int cuCtxPopCurrent_v2(void** c) { *c = (void*)0x77; return say("cuCtxPopCurrent"); }
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  int given = *mode;
+  *mode = 0;
+  return say("cuThreadExchangeStreamCaptureMode %d", given);
+}
 int cuStreamCreate(void** s, unsigned f) { *s = (void*)0x88; return say("cuStreamCreate %u", f); }
 int cuStreamDestroy_v2(void* s) { return say("cuStreamDestroy %p", s); }
 int cuStreamSynchronize(void* s) { return say("cuStreamSynchronize %p", s); }

@@ -191,9 +191,11 @@ _LINES = """
 cuDeviceCanAccessPeer 1 0
 cuDeviceGetAttribute 132 1
 cuDevicePrimaryCtxRetain 1
+cuThreadExchangeStreamCaptureMode 2
 cuCtxPushCurrent 0x77
 cuStreamCreate 1
 cuCtxPopCurrent
+cuThreadExchangeStreamCaptureMode 0
 cuMemGetAllocationGranularity 0 type=1 handles=1 location=1:1 0
 cuMemCreate 4194304 type=1 handles=1 location=1:1 0
 cuMemExportToShareableHandle 0x11 1 0

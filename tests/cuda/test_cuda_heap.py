@@ -260,6 +260,26 @@ def test_the_callers_context_stays_current():
     run(_contexts, 2)
 
 
+def _during_a_capture(group, fake):
+    """Another thread of the process captures a graph, in the mode in which anybody's call for memory breaks it."""
+    heap = make(group, fake)
+    memory = heap.own_memory(0, 10)
+    fake.capture = "going on"
+    other = make(group, fake)
+    other.read(0, 10)
+    other.close(timeout_s=10)
+    heap.close(timeout_s=10)
+    del memory
+    gc.collect()
+    assert fake.capture == "going on" and set(fake.live().values()) == {0}
+    assert fake.capture_mode() == fake.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL  # as it was
+    return fake.cuMemCreate(0, fake.CUmemAllocationProp(), 0)[0], fake.capture
+
+
+def test_no_call_breaks_the_capture_of_a_graph():
+    assert run(_during_a_capture, 2) == [(900, "broken")] * 2  # the fake driver does see one that would
+
+
 # ---- ranks on one device, devices in another order
 
 

@@ -47,6 +47,7 @@ def works(group, fake, multicast):
 # What may stay behind in `close` when this call fails: what it was to release, and what rests on that.
 LEFT = {
     "cuCtxPopCurrent": [{}],
+    "cuThreadExchangeStreamCaptureMode": [{}],
     "cuCtxPushCurrent": [{}, {"host": 1}, {"streams": 1}],  # of what cannot be released without
     "cuMulticastUnbind": [{"bound": 1, "handles": 2}],
     "cuMemUnmap": [{"mapped": 1, "reserved": 1}],
@@ -56,8 +57,9 @@ LEFT = {
     "cuStreamDestroy": [{"streams": 1}],
     "cuDevicePrimaryCtxRelease": [{"contexts": 1}],
 }
-IN_READ = {"cuCtxPushCurrent", "cuMemcpyDtoHAsync", "cuStreamSynchronize", "cuCtxPopCurrent"}
-IN_CREATE = FUNCTIONS - set(LEFT) - IN_READ | {"cuCtxPushCurrent", "cuStreamSynchronize", "cuCtxPopCurrent"}
+AROUND = {"cuCtxPushCurrent", "cuCtxPopCurrent", "cuThreadExchangeStreamCaptureMode"}
+IN_READ = AROUND | {"cuMemcpyDtoHAsync", "cuStreamSynchronize"}
+IN_CREATE = FUNCTIONS - set(LEFT) - IN_READ | AROUND | {"cuStreamSynchronize"}
 
 
 # ---- each call of `create`

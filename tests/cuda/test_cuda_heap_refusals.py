@@ -3,72 +3,113 @@
 import os
 import signal
 import time
+from dataclasses import dataclass, field
 
 import pytest
 
 from dcpkernels.errors import DcpDeviceError, DcpError, DcpInvalidArgument, DcpPeerLost, DcpTimeout, DcpUnsupported
+from dcpkernels.heap import sockets
 from dcpkernels.testing import run_ranks
 from tests.cuda.fake_driver import FakeDriver
 from tests.cuda.heap_calls import NBYTES, held, make, meet, on_hosts, outcome, read, same_everywhere, write
 
 
-def _refused(group, drivers, options, hosts, num_allocations):
-    """What `make` raises, with a fake driver and options of each rank's own; and that nothing is left."""
-    rank = group.rank()
-    if hosts:
-        on_hosts(hosts[rank])
-    fake = FakeDriver(**drivers.get(rank, {}))
-    before = held(fake)
-    result = outcome(lambda: make(group, fake, **options.get(rank, {})))
-    assert held(fake) == before and fake.calls.count("cuMemCreate") <= num_allocations
-    return result
+@dataclass
+class Case:
+    """What ranks are given, by rank: of the driver, of `make`. `hosts` has a letter for each."""
+
+    drivers: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
+    hosts: str = ""
+    num_allocations: int = 0  # that a rank may make before it is refused
 
 
-def refused(num_ranks, drivers=None, options=None, *, hosts=None, num_allocations=0):
-    arguments = drivers or {}, options or {}, hosts, num_allocations
-    return same_everywhere(run_ranks(_refused, num_ranks, *arguments, mode="process"))
+def _refuse(group, cases):
+    """What `make` raises in each case; and that nothing is left."""
+    rank, host_id = group.rank(), sockets.host_id
+    results = {}
+    for name, case in cases.items():
+        sockets.host_id = host_id
+        if case.hosts:
+            on_hosts(case.hosts[rank])
+        fake = FakeDriver(**case.drivers.get(rank, {}))
+        before = held(fake)
+        results[name] = outcome(lambda: make(group, fake, **case.options.get(rank, {})))  # noqa: B023
+        meet(group)
+        assert held(fake) == before and fake.calls.count("cuMemCreate") <= case.num_allocations, name
+    return results
 
 
-# ---- before anything is allocated
+def refused(num_ranks, cases):
+    return same_everywhere(run_ranks(_refuse, num_ranks, cases, mode="process"))
 
 
 def _fail(address):
     raise ValueError("no")
 
 
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    """All cases of two ranks, in one pair of processes: (class, text, ranks) by name."""
+    folder = tmp_path_factory.mktemp("fabric")
+    apart = {rank: {"fabric": folder / str(rank)} for rank in range(2)}
+    for driver in apart.values():
+        driver["fabric"].mkdir()
+    cases = {
+        "payload": Case(options={1: {"payload": {"isa": "x"}}}),
+        "nbytes differ": Case(options={1: {"nbytes": NBYTES + 1}}),
+        "control_nbytes differ": Case(options={1: {"control_nbytes": 8}}),
+        "no nbytes": Case(options={1: {"nbytes": 0}}),
+        "no control_nbytes": Case(options={1: {"control_nbytes": 0}}),
+        "much control_nbytes": Case(options={1: {"control_nbytes": NBYTES + 1}}),
+        "device 8": Case(options={1: {"device": 8}}),
+        "device -1": Case(options={1: {"device": -1}}),
+        "no device": Case({1: {"devices": []}}),
+        "old driver": Case({1: {"version": 12020}}),
+        "unseen": Case(
+            {0: {"devices": [0], "cut": [(0, 1)]}, 1: {"devices": [1]}},
+            {0: {"device": 0}, 1: {"device": 0}},
+            num_allocations=1,
+        ),
+        "fabric 800": Case({rank: {"no_fabric": 800} for rank in range(2)}, hosts="ab", num_allocations=1),
+        "fabric 801": Case({rank: {"no_fabric": 801} for rank in range(2)}, hosts="ab", num_allocations=1),
+        "fabric on one": Case({0: apart[0]}, hosts="ab", num_allocations=1),
+        "two domains": Case(apart, hosts="ab", num_allocations=1),
+        "memory": Case({1: {"memory_bytes": 100_000}}, num_allocations=1),
+        "two addresses": Case({1: {"unified": False}}, num_allocations=1),
+        "init": Case(options={1: {"init": _fail}}, num_allocations=1),
+    }
+    results = refused(2, cases)
+    assert not list(folder.glob("*/*"))
+    return results
+
+
+# ---- before anything is allocated
+
+
 @pytest.mark.parametrize(
-    ("options", "cls", "parts"),
+    ("name", "cls", "parts"),
     [
-        ({"payload": {"isa": "x"}}, DcpUnsupported, ["isa", "rank 0: not given; rank 1: 'x'"]),
-        ({"nbytes": NBYTES + 1}, DcpUnsupported, [f"nbytes (rank 0: {NBYTES}; rank 1: {NBYTES + 1})"]),
-        ({"control_nbytes": 8}, DcpUnsupported, ["control_nbytes (rank 0: 1000; rank 1: 8)"]),
-        ({"nbytes": 0}, DcpInvalidArgument, ["check failed on rank 1: nbytes must be positive (got 0)"]),
-        ({"control_nbytes": 0}, DcpInvalidArgument, ["control_nbytes must be from 1 to nbytes=12388 (got 0)"]),
-        ({"control_nbytes": NBYTES + 1}, DcpInvalidArgument, ["(got 12389)"]),
-        ({"device": 8}, DcpUnsupported, ["device must be one of the 8 that this process sees (got 8)", "VISIBLE"]),
-        ({"device": -1}, DcpUnsupported, ["(got -1)"]),
+        ("payload", DcpUnsupported, ["isa", "rank 0: not given; rank 1: 'x'"]),
+        ("nbytes differ", DcpUnsupported, [f"nbytes (rank 0: {NBYTES}; rank 1: {NBYTES + 1})"]),
+        ("control_nbytes differ", DcpUnsupported, ["control_nbytes (rank 0: 1000; rank 1: 8)"]),
+        ("no nbytes", DcpInvalidArgument, ["check failed on rank 1: nbytes must be positive (got 0)"]),
+        ("no control_nbytes", DcpInvalidArgument, ["control_nbytes must be from 1 to nbytes=12388 (got 0)"]),
+        ("much control_nbytes", DcpInvalidArgument, ["(got 12389)"]),
+        ("device 8", DcpUnsupported, ["device must be one of the 8 that this process sees (got 8)", "VISIBLE"]),
+        ("device -1", DcpUnsupported, ["(got -1)"]),
+        ("no device", DcpUnsupported, ["cuInit", "CUDA_ERROR_NO_DEVICE, error 100", "nvidia-smi -L"]),
+        ("old driver", DcpUnsupported, ["must be of version 12.3 or later (got 12.2)"]),
     ],
 )
-def test_what_ranks_ask_for_must_fit(options, cls, parts):
-    got, text, ranks = refused(2, options={1: options})
+def test_what_ranks_ask_for_and_run_on_must_fit(refusals, name, cls, parts):
+    got, text, ranks = refusals[name]
     assert got is cls and ranks == (1,) and text.startswith("workspace: ") and all(part in text for part in parts), text
 
 
-@pytest.mark.parametrize(
-    ("driver", "cls", "parts"),
-    [
-        ({"devices": []}, DcpUnsupported, ["cuInit", "CUDA_ERROR_NO_DEVICE, error 100", "nvidia-smi -L"]),
-        ({"version": 12020}, DcpUnsupported, ["must be of version 12.3 or later (got 12.2)"]),
-    ],
-)
-def test_a_machine_without_a_fit_driver_is_refused(driver, cls, parts):
-    got, text, ranks = refused(2, {1: driver})
-    assert got is cls and ranks == (1,) and all(part in text for part in parts), text
-
-
 def test_devices_that_cannot_reach_each_other_are_named_before_anything_is_tried():
-    cut = {rank: {"cut": [(0, 2), (2, 1)]} for rank in range(3)}
-    cls, text, ranks = refused(3, cut)
+    case = Case({rank: {"cut": [(0, 2), (2, 1)]} for rank in range(3)})
+    cls, text, ranks = refused(3, {"": case})[""]
     assert cls is DcpUnsupported and ranks == (0, 1, 2)
     assert text == (
         "workspace: every device must reach the memory of every other, by cuDeviceCanAccessPeer (no: "
@@ -81,14 +122,13 @@ def test_devices_that_cannot_reach_each_other_are_named_before_anything_is_tried
 def test_mig_devices_are_told_apart_from_broken_links():
     pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
     mig = {rank: {"cut": pairs, "name": "NVIDIA H100 MIG 1g.10gb"} for rank in range(4)}
-    cls, text, _ = refused(4, mig)
+    cls, text, _ = refused(4, {"": Case(mig)})[""]
     assert cls is DcpUnsupported and "MIG devices have no peer access" in text and "and 4 more" in text
 
 
-def test_a_pair_that_nobody_could_ask_about_is_named_by_the_driver():
+def test_a_pair_that_nobody_could_ask_about_is_named_by_the_driver(refusals):
     # Each process sees its own device only; so nobody knows before it is tried.
-    drivers = {0: {"devices": [0], "cut": [(0, 1)]}, 1: {"devices": [1]}}
-    cls, text, ranks = refused(2, drivers, {0: {"device": 0}, 1: {"device": 0}}, num_allocations=1)
+    cls, text, ranks = refusals["unseen"]
     assert cls is DcpUnsupported and ranks == (0,)
     assert "map peers failed on rank 0: the region of rank 1: cuMemSetAccess" in text and "topo -p2p" in text
 
@@ -97,93 +137,84 @@ def test_a_pair_that_nobody_could_ask_about_is_named_by_the_driver():
 
 
 @pytest.mark.parametrize("number", [800, 801])
-def test_several_hosts_without_fabric_handles_are_refused(number):
-    drivers = {rank: {"no_fabric": number} for rank in range(2)}
-    cls, text, _ = refused(2, drivers, hosts="ab", num_allocations=1)
+def test_several_hosts_without_fabric_handles_are_refused(refusals, number):
+    cls, text, _ = refusals[f"fabric {number}"]
     assert cls is DcpUnsupported and "cuMemCreate of 131072 bytes" in text and f"error {number}" in text
     assert "nvidia-imex" in text and "/dev/nvidia-caps-imex-channels" in text and "several hosts" in text
 
 
-def test_one_host_of_several_without_fabric_handles_is_named(tmp_path):
-    cls, text, ranks = refused(2, {0: {"fabric": tmp_path}}, hosts="ab", num_allocations=1)
+def test_one_host_of_several_without_fabric_handles_is_named(refusals):
+    cls, text, ranks = refusals["fabric on one"]
     assert cls is DcpUnsupported and ranks == (1,) and "create region failed on rank 1: cuMemCreate" in text
 
 
-def test_hosts_that_do_not_share_a_domain_are_refused(tmp_path):
-    drivers = {0: {"fabric": tmp_path / "0"}, 1: {"fabric": tmp_path / "1"}}
-    for driver in drivers.values():
-        driver["fabric"].mkdir()
-    cls, text, _ = refused(2, drivers, hosts="ab", num_allocations=1)
+def test_hosts_that_do_not_share_a_domain_are_refused(refusals):
+    cls, text, _ = refusals["two domains"]
     assert issubclass(cls, DcpError) and "the region of rank 1: cuMemImportFromShareableHandle" in text
-    assert not list(tmp_path.glob("*/*"))
 
 
 # ---- memory
 
 
-def test_too_little_memory_says_how_much_is_needed_and_there():
-    cls, text, ranks = refused(2, {1: {"memory_bytes": 100_000}}, num_allocations=1)
+def test_too_little_memory_says_how_much_is_needed_and_there(refusals):
+    cls, text, ranks = refusals["memory"]
     assert cls is DcpDeviceError and ranks == (1,)
     assert "cuMemCreate of 131072 bytes" in text and "CUDA_ERROR_OUT_OF_MEMORY, error 2" in text
     assert "(100000 of 100000 bytes are free)" in text and "expandable" in text
 
 
-def test_host_memory_must_have_one_address():
-    cls, text, ranks = refused(2, {1: {"unified": False}}, num_allocations=1)
+def test_host_memory_must_have_one_address(refusals):
+    cls, text, ranks = refusals["two addresses"]
     assert cls is DcpUnsupported and ranks == (1,) and "unified addressing" in text
 
 
-def test_an_init_that_raises_is_everybodys_error():
-    cls, text, ranks = refused(3, options={2: {"init": _fail}}, num_allocations=1)
-    assert (cls, text, ranks) == (DcpError, "workspace: create region failed on rank 2: ValueError: no", (2,))
+def test_an_init_that_raises_is_everybodys_error(refusals):
+    assert refusals["init"] == (DcpError, "workspace: create region failed on rank 1: ValueError: no", (1,))
 
 
 # ---- multicast
 
 
-def _without_multicast(group, drivers, options, faults):
-    rank = group.rank()
-    fake = FakeDriver(**drivers.get(rank, {}))
-    for name, number in faults.get(rank, {}).items():
-        fake.fail(name, 1, number)
-    before = held(fake)
-    heap = make(group, fake, init=lambda address: write(address, b"abc"), **options.get(rank, {}))
-    assert heap.multicast == 0 and all(read(base, 4) == b"abc\0" for base in heap.bases)
-    reason, created = heap.multicast_reason, fake.calls.count("cuMulticastCreate")
-    meet(group)
-    heap.close(timeout_s=10)
-    assert held(fake) == before
-    return reason, created
+def _without_multicast(group, cases):
+    rank, results = group.rank(), []
+    for drivers, options, faults, _ in cases:
+        fake = FakeDriver(**drivers.get(rank, {}))
+        for name, number in faults.get(rank, {}).items():
+            fake.fail(name, 1, number)
+        before = held(fake)
+        heap = make(group, fake, init=lambda address: write(address, b"abc"), **options.get(rank, {}))
+        assert heap.multicast == 0 and all(read(base, 4) == b"abc\0" for base in heap.bases)
+        results.append((heap.multicast_reason, fake.calls.count("cuMulticastCreate")))
+        meet(group)
+        heap.close(timeout_s=10)
+        assert held(fake) == before
+    return results
 
 
-@pytest.mark.parametrize(
-    ("drivers", "options", "faults", "parts"),
-    [
+def test_multicast_is_not_tried_where_a_rank_cannot_or_will_not():
+    cases = [
         ({}, {1: {"multicast": False}}, {}, ["no: rank 1 asked for none"]),
         ({}, {rank: {"multicast": False} for rank in range(3)}, {}, ["no: ranks 0, 1, 2 asked for none"]),
         ({2: {"multicast": False}}, {}, {}, ["no: rank 2: device 2, Fake H100 2 has none", "MULTICAST_SUPPORTED is 0"]),
         ({}, {}, {1: {"cuMulticastGetGranularity": 801}}, ["no: rank 1: cuMulticastGetGranularity", "error 801"]),
-    ],
-)
-def test_multicast_is_not_tried_where_a_rank_cannot_or_will_not(drivers, options, faults, parts):
-    results = run_ranks(_without_multicast, 3, drivers, options, faults, mode="process")
-    reason, created = same_everywhere(results)
-    assert created == 0 and all(part in reason for part in parts), reason
+    ]
+    results = same_everywhere(run_ranks(_without_multicast, 3, cases, mode="process"))
+    for (reason, created), case in zip(results, cases, strict=True):
+        assert created == 0 and all(part in reason for part in case[-1]), reason
 
 
-@pytest.mark.parametrize(
-    ("rank", "name", "number", "parts"),
-    [
+def test_multicast_that_fails_on_a_rank_says_where_and_what_to_do():
+    faults = [
         (0, "cuMulticastCreate", 801, ["cuMulticastCreate of 131072 bytes", "CUDA_ERROR_NOT_SUPPORTED", "3 devices"]),
         (1, "cuMulticastAddDevice", 401, ["CUDA_ERROR_ILLEGAL_STATE, error 401", "nvidia-fabricmanager"]),
         (2, "cuMulticastBindMem", 802, ["CUDA_ERROR_SYSTEM_NOT_READY, error 802", "nvidia-fabricmanager"]),
         (2, "cuMulticastBindMem", 2, ["CUDA_ERROR_OUT_OF_MEMORY", "131072 bytes"]),
-    ],
-)
-def test_multicast_that_fails_on_a_rank_says_where_and_what_to_do(rank, name, number, parts):
-    results = run_ranks(_without_multicast, 3, {}, {}, {rank: {name: number}}, mode="process")
-    reason = same_everywhere([reason for reason, _ in results])
-    assert reason.startswith(f"no: rank {rank}: {name}") and all(part in reason for part in parts), reason
+    ]
+    cases = [({}, {}, {rank: {name: number}}, parts) for rank, name, number, parts in faults]
+    results = run_ranks(_without_multicast, 3, cases, mode="process")
+    reasons = same_everywhere([[reason for reason, _ in result] for result in results])
+    for reason, (rank, name, _, parts) in zip(reasons, faults, strict=True):
+        assert reason.startswith(f"no: rank {rank}: {name}") and all(part in reason for part in parts), reason
 
 
 # ---- the caller's check of links
@@ -258,23 +289,26 @@ def test_a_death_is_seen_by_all_at_once_in_every_step(victim, name, nth, step):
         assert result == (DcpPeerLost, text, (victim,)) and seconds < 10  # not the deadline
 
 
-def _late_at(group, name, nth):
-    fake = FakeDriver()
-    before = held(fake)
-    if group.rank() == 1:
-        fake.act(name, nth, lambda: time.sleep(2))
-    result = outcome(lambda: make(group, fake, timeout_s=1.0))
-    assert held(fake) == before
-    meet(group)
-    return result
+LATE = {"cuMemCreate": "create region", "cuMulticastBindMem": "bind multicast"}
 
 
-@pytest.mark.parametrize(("name", "step"), [("cuMemCreate", "create region"), ("cuMulticastBindMem", "bind multicast")])
-def test_a_late_rank_is_named_and_raises_too(name, step):
-    for cls, text, ranks in run_ranks(_late_at, 2, name, 1, mode="process"):
-        assert cls is DcpTimeout and ranks == (1,) and text.startswith(f"workspace: {step}: no answer from rank 1"), (
-            text
-        )
+def _late(group):
+    results = []
+    for name in LATE:
+        fake = FakeDriver()
+        before = held(fake)
+        if group.rank() == 1:
+            fake.act(name, 1, lambda: time.sleep(2))
+        results.append(outcome(lambda: make(group, fake, timeout_s=1.0)))  # noqa: B023
+        assert held(fake) == before
+        meet(group)
+    return results
+
+
+def test_a_late_rank_is_named_and_raises_too():
+    for results in run_ranks(_late, 2, mode="process"):
+        for (cls, text, ranks), step in zip(results, LATE.values(), strict=True):
+            assert cls is DcpTimeout and ranks == (1,) and text.startswith(f"workspace: {step}: no answer from rank 1")
 
 
 def _interrupted(group):
