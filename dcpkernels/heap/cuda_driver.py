@@ -50,7 +50,7 @@ def load_api() -> Any:
 def _no_driver(error: Exception) -> DcpUnsupported:
     return DcpUnsupported(
         f"the NVIDIA driver must have what is asked of it (got {error}): libcuda.so.1 comes with the driver, and into a "
-        f"container with the NVIDIA container toolkit (--gpus); version {_dotted(MIN_VERSION)} or later is needed"
+        f"container with the NVIDIA container toolkit (--gpus); version {dotted(MIN_VERSION)} or later is needed"
     )
 
 
@@ -78,7 +78,7 @@ class Driver:
         self._call("cuInit", 0)
         self.version = int(self._call("cuDriverGetVersion"))
         if self.version < MIN_VERSION:
-            text = f"the CUDA driver must be of version {_dotted(MIN_VERSION)} or later (got {_dotted(self.version)})"
+            text = f"the CUDA driver must be of version {dotted(MIN_VERSION)} or later (got {dotted(self.version)})"
             raise DcpUnsupported(text)
         self.num_devices = int(self._call("cuDeviceGetCount"))
         if not 0 <= device < self.num_devices:
@@ -215,7 +215,7 @@ class Driver:
     # ---- memory: handles, address ranges, mappings
 
     def granularity(self, kind: str) -> int:
-        """The minimum, not the recommended one: a region is small, and the recommended one may round it up by far."""
+        """The minimum, not the recommended one, as for multicast."""
         option = self._enum("CUmemAllocationGranularity_flags", "CU_MEM_ALLOC_GRANULARITY_MINIMUM")
         return int(self._call("cuMemGetAllocationGranularity", self._memory(kind), option, fabric=kind == FABRIC))
 
@@ -293,7 +293,7 @@ class Driver:
     # ---- multicast
 
     def multicast_granularity(self, num_devices: int, nbytes: int, kind: str) -> int:
-        """The minimum: 2 MiB where the recommended one is 512 MiB, and a region is a few MiB."""
+        """The minimum. The recommended one may be hundreds of MiB, which every rank would lose to a region of a few."""
         option = self._enum("CUmulticastGranularity_flags", "CU_MULTICAST_GRANULARITY_MINIMUM")
         return int(self._call("cuMulticastGetGranularity", self._team(num_devices, nbytes, kind), option))
 
@@ -354,5 +354,6 @@ def _text(raw: bytes | str) -> str:
     return raw.partition(b"\0")[0].decode(errors="replace").strip() if isinstance(raw, bytes) else raw
 
 
-def _dotted(version: int) -> str:
+def dotted(version: int) -> str:
+    """13000 is 13.0."""
     return f"{version // 1000}.{version % 1000 // 10}"

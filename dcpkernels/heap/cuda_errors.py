@@ -29,8 +29,8 @@ _ADVICE = {
     36: "this call needs a newer driver: update the driver",
     46: "another process holds the device, or it is in exclusive mode: see `nvidia-smi -q -d COMPUTE`",
     100: "no GPU is visible: see `nvidia-smi -L`, CUDA_VISIBLE_DEVICES, and the container's --gpus or NVIDIA_VISIBLE_DEVICES",
-    101: "there is no such device in this process: see CUDA_VISIBLE_DEVICES; a multicast team takes only devices of one "
-    "NVLink domain",
+    101: "a device, of this rank or of a peer, is not visible in this process: see CUDA_VISIBLE_DEVICES and the "
+    "container's --gpus; a multicast team takes only devices of one NVLink domain",
     201: "a CUDA context must be current on this thread",
     217: "these devices cannot reach each other's memory: see `nvidia-smi topo -p2p rw`; MIG devices never can",
     304: "an operating system call failed: see the limits of open files and locked memory (ulimit -n, -l) and `dmesg`",

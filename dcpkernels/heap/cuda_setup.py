@@ -13,7 +13,7 @@ from typing import Any
 
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
 from dcpkernels.heap import sockets
-from dcpkernels.heap.cuda_driver import FABRIC, FD, NONE, Driver, load_api
+from dcpkernels.heap.cuda_driver import FABRIC, FD, NONE, Driver, dotted, load_api
 from dcpkernels.heap.cuda_multicast import Multicast, Team, refusal
 from dcpkernels.heap.cuda_region import Handle, Region
 from dcpkernels.heap.group import Deadline, Group
@@ -37,7 +37,7 @@ class _Card:
     device: str  # for people
     uuid: str
     ordinal: int
-    driver_version: int
+    driver_version: str  # need not be the same; of those who cannot import each other's memory it says much
     address: sockets.Address | None  # None for thread ranks
 
 
@@ -149,7 +149,7 @@ class Setup:
         handles = self._verdict("create region", lambda: self._create_region(init))
         bases = [0] * self._num_ranks
         # Also the moment from which every thread rank has retained every region: only now may one be released.
-        self._verdict("map peers", lambda: self._map_peers(bases, handles))
+        self._verdict("map peers", lambda: self._map_peers(cards, bases, handles))
         self._held.close_files()
         reason = why_not or self._held.multicast.make(
             self._speaking,
@@ -209,7 +209,7 @@ class Setup:
             device=f"{driver}, {driver.pci}",
             uuid=driver.uuid,
             ordinal=driver.device,
-            driver_version=driver.version,
+            driver_version=dotted(driver.version),
             address=self._held.listener.address if self._held.listener else None,
         )
 
@@ -303,12 +303,13 @@ class Setup:
                     return driver.export_fabric(handle.value)
         return None
 
-    def _map_peers(self, bases: list[int], handles: list[bytes | None]) -> None:
+    def _map_peers(self, cards: list[_Card], bases: list[int], handles: list[bytes | None]) -> None:
         held, driver = self._held, self._driver
         bases[self._rank] = self._own.address
 
         def take(peer: int, load: Callable[[], Any]) -> None:
-            with _naming(f"the region of rank {peer}"), driver.current():
+            card = cards[peer]
+            with _naming(f"the region of rank {peer} ({card.device}, driver {card.driver_version})"), driver.current():
                 held.peers.append(Region(driver, Handle(driver, load()), self._size, [self._device]))
             bases[peer] = held.peers[-1].address
 

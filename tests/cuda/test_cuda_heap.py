@@ -1,6 +1,7 @@
 """The CUDA heap over a fake driver: what every rank sees, with and without multicast, and what is left afterwards."""
 
 import ctypes
+import faulthandler
 import gc
 import os
 
@@ -57,6 +58,9 @@ def _see_each_other(group, fake):
         assert read(base, NBYTES) == start[peer] + bytes(NBYTES - CONTROL_NBYTES)
     table = (ctypes.c_uint64 * num_ranks).from_address(heap.bases_table)
     assert list(table) == heap.bases and heap.bases_table >= heap.bases[rank] + NBYTES
+    # Loads and stores by the CPU say nothing of the device's; and multicast is for the own device.
+    assert all(rank in fake.mapping_at(base, NBYTES)[1].ordinals for base in heap.bases)
+    assert fake.mapping_at(heap.multicast, NBYTES)[1].ordinals == {rank}
     assert read(heap.host_control, CONTROL_NBYTES) == bytes(CONTROL_NBYTES)
     meet(group)
     for base in heap.bases:
@@ -280,6 +284,21 @@ def test_no_call_breaks_the_capture_of_a_graph():
     assert run(_during_a_capture, 2) == [(900, "broken")] * 2  # the fake driver does see one that would
 
 
+def _stray(group, fake):
+    heap = make(group, fake)
+    if (child := os.fork()) == 0:
+        faulthandler.disable()
+        write(heap.multicast, b"x")
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    heap.close(timeout_s=10)
+    return code
+
+
+def test_a_plain_store_to_the_multicast_address_is_a_fault():
+    assert run(_stray, 2) == [-11, -11]
+
+
 # ---- ranks on one device, devices in another order
 
 
@@ -330,6 +349,7 @@ def test_every_process_may_number_the_devices_its_own_way():
 def _between_hosts(group, folder, hosts):
     rank = group.rank()
     on_hosts(hosts[rank])
+    os.geteuid = lambda: 1000 + rank  # users have numbers of their own on each host
     fake = FakeDriver(fabric=folder)
     before = held(fake)
     heap = make(group, fake, init=lambda address: write(address, bytes([rank + 1])))

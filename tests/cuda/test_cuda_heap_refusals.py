@@ -21,20 +21,24 @@ class Case:
     drivers: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)
     hosts: str = ""
+    uids: tuple = ()
     num_allocations: int = 0  # that a rank may make before it is refused
 
 
 def _refuse(group, cases):
     """What `make` raises in each case; and that nothing is left."""
-    rank, host_id = group.rank(), sockets.host_id
+    rank, host_id, geteuid = group.rank(), sockets.host_id, os.geteuid
     results = {}
     for name, case in cases.items():
         sockets.host_id = host_id
         if case.hosts:
             on_hosts(case.hosts[rank])
+        if case.uids:
+            os.geteuid = lambda uid=case.uids[rank]: uid
         fake = FakeDriver(**case.drivers.get(rank, {}))
         before = held(fake)
         results[name] = outcome(lambda: make(group, fake, **case.options.get(rank, {})))  # noqa: B023
+        os.geteuid = geteuid
         meet(group)
         assert held(fake) == before and fake.calls.count("cuMemCreate") <= case.num_allocations, name
     return results
@@ -64,6 +68,7 @@ def refusals(tmp_path_factory):
         "much control_nbytes": Case(options={1: {"control_nbytes": NBYTES + 1}}),
         "device 8": Case(options={1: {"device": 8}}),
         "device -1": Case(options={1: {"device": -1}}),
+        "users": Case(uids=(10, 11)),
         "no device": Case({1: {"devices": []}}),
         "old driver": Case({1: {"version": 12020}}),
         "unseen": Case(
@@ -98,6 +103,7 @@ def refusals(tmp_path_factory):
         ("much control_nbytes", DcpInvalidArgument, ["(got 12389)"]),
         ("device 8", DcpUnsupported, ["device must be one of the 8 that this process sees (got 8)", "VISIBLE"]),
         ("device -1", DcpUnsupported, ["(got -1)"]),
+        ("users", DcpUnsupported, ["user id (rank 0: 10; rank 1: 11)"]),
         ("no device", DcpUnsupported, ["cuInit", "CUDA_ERROR_NO_DEVICE, error 100", "nvidia-smi -L"]),
         ("old driver", DcpUnsupported, ["must be of version 12.3 or later (got 12.2)"]),
     ],
@@ -130,7 +136,9 @@ def test_a_pair_that_nobody_could_ask_about_is_named_by_the_driver(refusals):
     # Each process sees its own device only; so nobody knows before it is tried.
     cls, text, ranks = refusals["unseen"]
     assert cls is DcpUnsupported and ranks == (0,)
-    assert "map peers failed on rank 0: the region of rank 1: cuMemSetAccess" in text and "topo -p2p" in text
+    assert "topo -p2p" in text
+    pair = "the region of rank 1 (device 0, Fake H100 1, 0000:01:00.0, driver 13.0): cuMemSetAccess"
+    assert f"map peers failed on rank 0: {pair} of 131072 bytes must succeed on device 0, Fake H100 0 " in text
 
 
 # ---- hosts
@@ -150,7 +158,8 @@ def test_one_host_of_several_without_fabric_handles_is_named(refusals):
 
 def test_hosts_that_do_not_share_a_domain_are_refused(refusals):
     cls, text, _ = refusals["two domains"]
-    assert issubclass(cls, DcpError) and "the region of rank 1: cuMemImportFromShareableHandle" in text
+    assert issubclass(cls, DcpError) and "cuMemImportFromShareableHandle" in text
+    assert "the region of rank 1 (device 1, " in text
 
 
 # ---- memory
