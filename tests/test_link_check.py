@@ -238,9 +238,10 @@ def test_what_an_earlier_check_left_does_not_count() -> None:
     regions.slot(regions.bases[0], 1).raise_by_hand(later)
     regions.slot(regions.shared, 1, multicast=True).raise_by_hand(later)
     assert rank_0_beside(regions, later, **more) == [0, 2, 0, 0, 2]  # and here no pattern is
-    high = NONCE ^ 1 << 63  # all 64 bits of a nonce count
+    high = later ^ 1 << 63  # all 64 bits of a nonce count, in the flags ...
+    assert rank_0_beside(regions, high, **more) == [2, 0, 2, 2, 0]
     regions.slot(regions.bases[0], 1).raise_by_hand(high)
-    regions.slot(regions.shared, 1, multicast=True).raise_by_hand(high)
+    regions.slot(regions.shared, 1, multicast=True).raise_by_hand(high)  # ... and in the patterns
     assert rank_0_beside(regions, high, **more) == [0, 2, 0, 0, 2]
 
 

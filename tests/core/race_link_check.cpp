@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "arch/target.h"
 #include "ops/link_check.h"
 
 namespace dcp::DCP_NS {
@@ -49,10 +50,15 @@ int main(int argc, char** argv) {
         p.nonce = uint64_t(check) + 1;
         p.wait = {60000000000, 60000000000, 20, 20, nullptr, nullptr};
         p.result = &result;
-        if (DCP_NS::link_check().run(p, {0, 1, nullptr}) != Status::kOk) good = false;
+        // As a host does beside a device: it looks at the nonce, then reads the rest.
+        std::thread kernel([&] {
+          if (DCP_NS::link_check().run(p, {0, 1, nullptr}) != Status::kOk) good = false;
+        });
+        while (DCP_NS::arch::load_acquire_sys(&result.nonce) != p.nonce) std::this_thread::yield();
         const uint64_t found = result.no_flag | result.wrong_pattern | result.no_echo |
                                result.no_multicast_flag | result.wrong_multicast_pattern;
-        if (found != 0 || result.nonce != p.nonce) {
+        kernel.join();
+        if (found != 0) {
           std::fprintf(stderr, "rank %d check %d: a good link is found bad\n", rank, check);
           good = false;
           if (!has_exchange) std::_Exit(1);  // the others wait for this rank
