@@ -1,0 +1,98 @@
+"""Compiles the harness of one_card.py together with csrc's own op sources: for the card by nvcc, or for a dry run, in
+which ranks are threads of the host, by the C++ compiler. Needs pybind11 and the headers of this Python, no more."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[2] / "csrc"
+OPS = ("a2a_lse_reduce", "query_gather", "kv_gather")
+
+# Those of tests/isa: the kernels are the ones that its gate has seen.
+NVCC_FLAGS = ("-x", "cu", "-std=c++20", "-O3", "--fmad=false", "-Xptxas", "-v", "-Xcompiler", "-fPIC",
+              "-Xcompiler", "-fvisibility=hidden", "-DDCP_TARGET_CUDA", "-DDCP_NS=cuda")  # fmt: skip
+HOST_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-pthread", "-ffp-contract=off", "-fno-math-errno",
+              "-fno-trapping-math")  # fmt: skip
+
+
+class ToolMissing(Exception):
+    """A compiler that this machine lacks."""
+
+
+def find_nvcc() -> str:
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    for candidate in (shutil.which("nvcc"), *(f"{home}/bin/nvcc" for home in homes if home)):
+        if candidate and os.access(candidate, os.X_OK):
+            return candidate
+    raise ToolMissing("nvcc: not on PATH, not in CUDA_HOME, not in /usr/local/cuda")
+
+
+def module_name(target: str) -> str:
+    return f"one_card_{target}"
+
+
+def build(folder: Path, target: str, arch: str = "90a", jobs: int = 0) -> tuple[Path, str]:
+    """The module's file, and what the compilers said: for CUDA the registers of each kernel. target: "cuda", "cpu"."""
+    import pybind11
+
+    folder.mkdir(parents=True, exist_ok=True)
+    includes = [f"-I{CSRC}", f"-I{HERE}", "-isystem", pybind11.get_include(),
+                "-isystem", sysconfig.get_path("include")]  # fmt: skip
+    name = module_name(target)
+    host = [os.environ.get("CXX") or "g++", *HOST_FLAGS]
+    if target == "cuda":
+        gencode = ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+        command = [find_nvcc(), *NVCC_FLAGS, *gencode, "--split-compile", str(jobs)]
+        sources = [HERE / f"{stem}.cu" for stem in (*OPS, "steps", "graph")]
+        link = [find_nvcc(), "-shared", "-cudart", "static", *gencode]
+    else:
+        command = [*host, "-x", "c++", "-DDCP_TARGET_CPU", "-DDCP_NS=baseline"]
+        sources = [*(CSRC / "ops" / f"{op}.cc" for op in OPS), HERE / "steps.cu", HERE / "graph.cu"]
+        link = [host[0], "-shared", "-pthread"]
+
+    def compile_one(source: Path) -> tuple[str, str]:
+        output = folder / f"{source.stem}.{target}.o"
+        compiler = [*host, f"-DDCP_CARD_MODULE={name}"] if source.suffix == ".cpp" else command
+        return str(output), run([*compiler, *includes, "-c", str(source), "-o", str(output)])
+
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        results = list(pool.map(compile_one, [*sources, HERE / "module.cpp"]))
+    module = folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    log = run([*link, *(output for output, _ in results), "-o", str(module)])
+    return module, "\n".join([*(text for _, text in results), log])
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}\n{(done.stdout + done.stderr)[-6000:]}")
+    return done.stderr
+
+
+def load(module: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(module.name.partition(".")[0], module)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def resources(log: str) -> dict[str, dict[str, int]]:
+    """Of each kernel, by its mangled name, what ptxas says: registers, and bytes of stack and of spills."""
+    entries = re.split(r"Compiling entry function '(\w+)' for '\w+'", log)[1:]
+    kernels = {}
+    for symbol, text in zip(entries[::2], entries[1::2], strict=True):
+        stack, stores, loads = re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text
+        ).groups()
+        registers = int(re.search(r"Used (\d+) registers", text)[1])
+        kernels[symbol] = {"registers": registers, "stack": int(stack), "spills": int(stores) + int(loads)}
+    return kernels
