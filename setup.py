@@ -10,7 +10,7 @@ An object is reused while its command, its compiler and all the headers that it 
 Environment
     DCPKERNELS_TARGETS=cpu,...  build exactly these; the default is all that this machine has a compiler for
     DCPKERNELS_CUDA_ARCHS=...   code for these only, 90a,100a,...; the default is all, and PTX for later ones
-    DCPKERNELS_NVCC             the CUDA compiler; else nvcc of PATH, CUDA_HOME, /usr/local/cuda
+    DCPKERNELS_NVCC             the CUDA compiler; else nvcc of PATH, CUDA_HOME, /usr/local/cuda or wheels
     DCPKERNELS_CXX or CXX       the C++ compiler
     DCPKERNELS_WERROR=1         warnings are errors (set in CI)
 """
@@ -79,7 +79,8 @@ def find_cxx() -> Compiler:
 
 def find_nvcc() -> Compiler:
     asked = os.environ.get("DCPKERNELS_NVCC")
-    homes = [home for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
+    wheels = [str(Path(folder, "nvidia", "cu13")) for folder in sys.path]  # of nvidia-cuda-nvcc and its like
+    homes = [home for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda", *wheels) if home]
     candidates = [asked] if asked else ["nvcc", *(str(Path(home, "bin", "nvcc")) for home in homes)]
     found = next((path for path in map(shutil.which, candidates) if path), None)
     if found is None:
@@ -263,11 +264,12 @@ class BuildTargets(build_ext):
     def run(self) -> None:
         if sys.platform != "linux":
             raise PlatformError(f"dcpkernels builds on Linux (this is {sys.platform})")
-        required, self.compilers, missing = "DCPKERNELS_TARGETS" in os.environ, {}, {}
+        required, self.compilers, missing = bool(os.environ.get("DCPKERNELS_TARGETS")), {}, {}
         for ext in self.extensions:
             try:
-                self.compilers[ext.name] = ext.target.compiler()
-                ext.target.libraries(self.compilers[ext.name])  # or Missing
+                compiler = ext.target.compiler()
+                ext.target.libraries(compiler)  # or Missing
+                self.compilers[ext.name] = compiler
             except Missing as reason:
                 if required or ext.target.name == "cpu":
                     raise PlatformError(f"target {ext.target.name}: {reason}") from None

@@ -196,6 +196,71 @@ def test_flags(project: Project) -> None:
         assert re.findall(r"-DDCP_HAVE_(\w+)", line) == [variant.upper() for variant in VARIANTS]
 
 
+# Stands in for nvcc: what it is asked for is noted, and done by the C++ compiler.
+NVCC = """#!/bin/sh
+echo "$@" >> "$RECORD_TO"
+case "$*" in
+  --version) echo "Cuda compilation tools, release RELEASE, V0"; exit;;
+  *--dryrun*) echo '#$ LIBRARIES=  "-LFOLDER"' >&2; exit;;
+esac
+for word; do case "$word" in -MD|-MF|-c|-o|-D*|-Icsrc|csrc/*|build/*) set -- "$@" "$word";; esac; shift; done
+exec $REAL_CXX -fPIC -x c++ "$@"
+"""
+
+
+def give_nvcc(project: Project, release: str = "13.0", library: bool = True) -> dict[str, str]:
+    text = NVCC.replace("RELEASE", release).replace("FOLDER", str(project.folder / "lib"))
+    project.write("nvcc", text)
+    (project.folder / "nvcc").chmod(0o755)
+    if library:
+        project.write("lib/libcudart_static.a", "!<arch>\n")  # an archive of nothing
+    module = project.folder / "csrc/bindings/module.cpp"
+    module.write_text(module.read_text().replace('"_C_cpu"', '"_C_any"') + MODULE_OF_EITHER_NAME)
+    return {"DCPKERNELS_TARGETS": "", "DCPKERNELS_NVCC": str(project.folder / "nvcc")}
+
+
+MODULE_OF_EITHER_NAME = """
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C_cuda() { return PyInit__C_cpu(); }
+"""
+
+
+def test_cuda_target(project: Project) -> None:
+    compiled, last_line = project.build(**give_nvcc(project))
+    assert compiled == sorted([*OP_OBJECTS, "csrc/ops/op.cc [cuda]", *2 * [MODULE_OBJECT], *2 * [OTHER_OBJECT]])
+    assert re.fullmatch(r"dcpkernels: built cpu \[.*\] \(.*\), cuda \[cuda\] \(nvcc 13.0\); hip: .+", last_line)
+    (line,) = [line for line in project.record.read_text().splitlines() if "-c csrc/ops" in line]
+    codes = re.findall(r"-gencode=(\S+)", line)
+    archs = [f"arch=compute_{arch},code=sm_{arch}" for arch in ("90a", "100a", "103a", "120")]
+    assert codes == [*archs, "arch=compute_90,code=compute_90"]
+    for flag in ("-x cu", "-std=c++20", "--fmad=false", "-DDCP_TARGET_CUDA", "-DDCP_NS=cuda", f"-ccbin={CXX}"):
+        assert flag in line
+    assert not re.search(r"-march|-ffast-math|--use_fast_math|-Werror", line)
+    (module,) = (project.folder / "dcpkernels").glob("_C_cuda.*.so")
+    assert project.load()["build_id"].encode() not in module.read_bytes()  # ranks of two targets must not meet
+
+
+def test_one_architecture_for_a_quick_build(project: Project) -> None:
+    project.build(**give_nvcc(project), DCPKERNELS_CUDA_ARCHS="100a", DCPKERNELS_WERROR="1")
+    (line,) = [line for line in project.record.read_text().splitlines() if "-c csrc/ops" in line]
+    assert re.findall(r"-gencode=(\S+)", line) == ["arch=compute_100a,code=sm_100a"] and "-Werror all-warnings" in line
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"release": "12.8"}, "nvcc must be of CUDA 13 or later (got 'release 12.8, V0')"),
+        ({"library": False}, "no libcudart_static.a in "),
+        (None, "DCPKERNELS_NVCC=no-such-nvcc is not a program on this machine"),
+    ],
+)
+def test_a_cuda_compiler_of_no_use(project: Project, given: dict[str, object] | None, reason: str) -> None:
+    env = {"DCPKERNELS_TARGETS": "", "DCPKERNELS_NVCC": "no-such-nvcc"} if given is None else give_nvcc(project, **given)
+    compiled, last_line = project.build(**env)
+    assert "csrc/ops/op.cc [cuda]" not in compiled and f"; cuda: {reason}" in last_line
+    code, output = project.setup("build_ext", "--inplace", **env | {"DCPKERNELS_TARGETS": "cpu,cuda"})
+    assert code != 0 and f"target cuda: {reason}" in output and "Traceback" not in output
+
+
 def test_warning_is_an_error_only_when_asked(project: Project) -> None:
     project.write("csrc/bindings/other.cpp", "static int unused() { return 0; }\n")
     code, output = project.setup("build_ext", "--inplace", DCPKERNELS_WERROR="1")

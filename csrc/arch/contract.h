@@ -15,6 +15,7 @@
 //             fetch_add, compare_exchange_sys
 //             publish_done(cta): all stores of the CTA to peers are complete before a flag that follows
 //             signal_flag(flag, value, doorbell): a release store that also wakes a sleeping owner
+//   pull      kHasPull: whether payload may stay in its source's memory, for its owner to load it there
 //   multicast kHasMulticast: false where no store reaches several ranks; then nothing else of it is called
 //             store_multicast(to, words): 16 bytes, at a multiple of 16; multicast_flag(flag, value): a
 //             release broadcast_done(cta, uses_multicast): publish_done for stores to the buffers of all

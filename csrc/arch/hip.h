@@ -193,6 +193,8 @@ struct Words16 {
   uint32_t word[4];
 };
 
+inline constexpr bool kHasPull = true;
+
 // These GPUs have no store that reaches several of them. What asks for it is never compiled into a kernel.
 inline constexpr bool kHasMulticast = false;
 DCP_FN void store_multicast(void*, const Words16&) {}

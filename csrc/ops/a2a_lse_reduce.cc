@@ -464,7 +464,8 @@ Status run(const Params& p, const Launch& launch) {
     case Wire::kPush:
       return launch_for_dtype<Kernel, Wire::kPush>(p, launch);
     case Wire::kPull:
-      return launch_for_dtype<Kernel, Wire::kPull>(p, launch);
+      if constexpr (arch::kHasPull) return launch_for_dtype<Kernel, Wire::kPull>(p, launch);
+      break;
     case Wire::kPacket8:
       return launch_for_dtype<Kernel, Wire::kPacket8>(p, launch);
     case Wire::kPacket16:
