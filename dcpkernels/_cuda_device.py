@@ -6,7 +6,6 @@ call (csrc/bindings/plan.h); nothing here waits for the device but `refresh` and
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +29,7 @@ class CudaDevice:
     """Of one rank. It refers to nothing that refers to it, as CpuDevice."""
 
     heap: CudaHeap | TorchSymmetricHeap
-    driver_api: Any = None  # None: the real one
+    driver_api: Any = None  # cuda.bindings.driver, or torch.distributed._symmetric_memory; None: the real one
 
     def __init__(self, config: WorkspaceConfig, layout: RegionLayout, module: Any, index: int) -> None:
         """`index`: of the device in this process."""
@@ -46,11 +45,8 @@ class CudaDevice:
             self._load_kernels()
             self._check_links(heap, group, deadline)
 
-        make: Callable[..., Any] = CudaHeap.create
-        if self._config.cuda_heap == "torch":
-            make = TorchSymmetricHeap.create
-        elif self.driver_api is not None:
-            make = functools.partial(make, driver_api=self.driver_api)
+        is_torch = self._config.cuda_heap == "torch"
+        make = TorchSymmetricHeap.create if is_torch else CudaHeap.create
         self.heap = make(
             group,
             layout.num_bytes,
@@ -59,8 +55,9 @@ class CudaDevice:
             init=init,
             payload=payload,
             timeout_s=deadline.for_call(),
-            multicast=self._config.multicast and len(layout.ops) > 1,
+            multicast=self._config.multicast and len(layout.ops) > 1,  # else there is nothing to broadcast
             check_links=check_links,
+            **{"symm_mem" if is_torch else "driver_api": self.driver_api},
         )
 
     def _load_kernels(self) -> None:
@@ -148,7 +145,7 @@ class CudaDevice:
 
     @property
     def multicast(self) -> str:
-        return self.heap.multicast_reason
+        return "yes" if self.heap.multicast else f"no ({self.heap.multicast_reason})"
 
     def refresh(self, endpoint: Any) -> None:
         """Has what the host reads of the region, faults and counters, brought up to date: a copy, for which it waits."""

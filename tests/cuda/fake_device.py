@@ -18,6 +18,7 @@ class FakeCudaDevice(CudaDevice):
         super().__init__(config, layout, module, index)
         self.driver_api = fake
         self.streams = []  # that calls were enqueued on
+        self.graph = None  # a list: calls go there instead, as in a capture
 
     def own_tensor(self, offset, num_bytes):
         memory = self.heap.own_memory(offset, num_bytes)
@@ -32,6 +33,17 @@ class FakeCudaDevice(CudaDevice):
     def current_stream(self):
         self.streams.append(0)
         return 0
+
+    def calls(self, run, run_in_threads, stream_idx):
+        call = super().calls(run, run_in_threads, stream_idx)
+
+        def maybe(*args):
+            if self.graph is None:
+                return call(*args)
+            self.graph.append((call, args))
+            return 0
+
+        return maybe
 
     def _wait(self):
         pass

@@ -3,14 +3,16 @@ driver is real, driver and kernels are not a GPU's (fake_device.py)."""
 
 import ctypes
 import dataclasses
+import random
 
 import pytest
 import torch
 
-from dcpkernels import DcpDeviceError, DcpTimeout, Workspace, WorkspaceConfig, a2a_lse_reduce
+from dcpkernels import DcpDeviceError, DcpTimeout, Workspace, WorkspaceConfig, a2a_lse_reduce, query_gather, reference
 from dcpkernels.testing import run_ranks
 from tests.a2a_calls import attempt, check_with_peers, make_call
 from tests.cuda.fake_device import FakeCudaDevice, fake_machine, on_fake_gpus
+from tests.cuda.fake_symm_mem import FakeSymmMem
 
 CONFIG = WorkspaceConfig(
     24, 64, 16, torch.bfloat16, query_head_dim=48, kv_chunk_rows=32, kv_dim=48, timeout_s=2.0, first_call_timeout_s=20.0
@@ -43,6 +45,78 @@ def test_all_ops_in_processes(num_ranks):
 def test_ways(fields):
     for _, _, live in run_ranks(run_all_ops, 2, fields, mode="process"):
         assert set(live.values()) == {0}, live
+
+
+def run_all_ops_on_torch_memory(group):
+    symm_mem = FakeSymmMem()
+    config = dataclasses.replace(CONFIG, cuda_heap="torch", multicast=False)
+    with on_fake_gpus(symm_mem, 0), Workspace(group, config=config, backend="direct") as workspace:
+        workspace.self_check()
+        for num_tokens in (1, 0, 16, 200):
+            check_with_peers(group, workspace, make_call(workspace.num_ranks, num_tokens, 24, 64, torch.bfloat16))
+        workspace.check()
+        return workspace._impl.multicast, workspace.stats()["num_calls"]
+
+
+def test_all_ops_on_memory_of_torch():
+    for multicast, num_calls in run_ranks(run_all_ops_on_torch_memory, 2, mode="process"):
+        assert multicast.startswith("no (") and num_calls == 4 + 4
+
+
+# -- captured calls
+
+
+def replay(group, num_calls):
+    """Calls of several T are recorded, as a graph records a launch with its arguments; then graphs of them are replayed in
+    any order, between calls that were not. What is right then depends on nothing that the host does at a call."""
+    rank, shuffled = group.rank(), random.Random(7)
+    with on_fake_gpus(fake_machine(8), rank) as made, Workspace(group, config=CONFIG, backend="direct") as workspace:
+        (device,), num_ranks = made, workspace.num_ranks
+        calls = {t: make_call(num_ranks, t, 24, 64, torch.bfloat16, seed=t) for t in (1, 4, 16, 40)}
+        inputs = {t: (call.outs[rank].clone(), call.lses[rank].clone()) for t, call in calls.items()}
+        outputs = {t: torch.empty(t, 24 // num_ranks, 64, dtype=torch.bfloat16) for t in calls}
+        queries = {t: torch.zeros(t, 24 // num_ranks, 48, dtype=torch.float32) for t in (1, 4, 16)}
+        graphs = {}
+        for t in calls:
+            device.graph = graphs[t] = []
+            if t in queries:
+                view = query_gather(queries[t], workspace=workspace)
+                assert view.shape == (t, 24, 48)
+            a2a_lse_reduce(*inputs[t], workspace=workspace, lse_base="e", out=outputs[t])
+        device.graph = None
+        for i in range(num_calls):
+            t = shuffled.choice(list(calls))
+            fresh = make_call(num_ranks, t, 24, 64, torch.bfloat16, seed=1000 + i)
+            inputs[t][0].copy_(fresh.outs[rank])
+            inputs[t][1].copy_(fresh.lses[rank])
+            if t in queries:
+                queries[t].fill_(1000 * i + rank)
+            if shuffled.random() < 0.7:
+                for call, args in graphs[t]:
+                    assert call(*args) == 0
+                if t in queries:
+                    heads = workspace._impl.gathers._query[0][: t * 24 * 48 * 4].view(torch.float32).view(t, 24, 48)
+                    expected = torch.arange(num_ranks).repeat_interleave(24 // num_ranks).float() + 1000 * i
+                    assert torch.equal(heads, expected[None, :, None].expand(t, 24, 48))
+                check_rank(fresh, rank, outputs[t])
+            else:
+                check_with_peers(group, workspace, fresh)
+        return workspace.stats()["num_calls"] >= num_calls
+
+
+def check_rank(call, rank, out):
+    """This rank's heads of the truth; the bound is checked elsewhere."""
+    exact, _ = reference.a2a_lse_reduce(call.outs, call.lses, lse_base=call.lse_base)
+    heads = slice(rank * out.shape[1], (rank + 1) * out.shape[1])
+    torch.testing.assert_close(out.double(), exact[:, heads], rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_graphs_of_several_sizes_in_any_order(num_ranks):
+    assert all(run_ranks(replay, num_ranks, 200, mode="process"))
+
+
+# -- faults
 
 
 def leave_one_out(group, absent, num_channels):
