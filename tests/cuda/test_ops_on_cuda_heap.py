@@ -70,18 +70,18 @@ def replay(group, num_calls):
     """Calls of several T are recorded, as a graph records a launch with its arguments; then graphs of them are replayed in
     any order, between calls that were not. What is right then depends on nothing that the host does at a call."""
     rank, shuffled = group.rank(), random.Random(7)
-    with on_fake_gpus(fake_machine(8), rank) as made, Workspace(group, config=CONFIG, backend="direct") as workspace:
+    config = dataclasses.replace(CONFIG, query_dtype=torch.float32)
+    with on_fake_gpus(fake_machine(8), rank) as made, Workspace(group, config=config, backend="direct") as workspace:
         (device,), num_ranks = made, workspace.num_ranks
         calls = {t: make_call(num_ranks, t, 24, 64, torch.bfloat16, seed=t) for t in (1, 4, 16, 40)}
         inputs = {t: (call.outs[rank].clone(), call.lses[rank].clone()) for t, call in calls.items()}
         outputs = {t: torch.empty(t, 24 // num_ranks, 64, dtype=torch.bfloat16) for t in calls}
         queries = {t: torch.zeros(t, 24 // num_ranks, 48, dtype=torch.float32) for t in (1, 4, 16)}
-        graphs = {}
+        graphs, views = {}, {}
         for t in calls:
             device.graph = graphs[t] = []
             if t in queries:
-                view = query_gather(queries[t], workspace=workspace)
-                assert view.shape == (t, 24, 48)
+                views[t] = query_gather(queries[t], workspace=workspace)
             a2a_lse_reduce(*inputs[t], workspace=workspace, lse_base="e", out=outputs[t])
         device.graph = None
         for i in range(num_calls):
@@ -92,12 +92,11 @@ def replay(group, num_calls):
             if t in queries:
                 queries[t].fill_(1000 * i + rank)
             if shuffled.random() < 0.7:
-                for call, args in graphs[t]:
+                for k, (call, args) in enumerate(graphs[t]):
                     assert call(*args) == 0
-                if t in queries:
-                    heads = workspace._impl.gathers._query[0][: t * 24 * 48 * 4].view(torch.float32).view(t, 24, 48)
-                    expected = torch.arange(num_ranks).repeat_interleave(24 // num_ranks).float() + 1000 * i
-                    assert torch.equal(heads, expected[None, :, None].expand(t, 24, 48))
+                    if k + 1 < len(graphs[t]):  # the query, before the merge that ends its use
+                        expected = torch.arange(num_ranks).repeat_interleave(24 // num_ranks).float() + 1000 * i
+                        assert torch.equal(views[t], expected[None, :, None].expand(t, 24, 48))
                 check_rank(fresh, rank, outputs[t])
             else:
                 check_with_peers(group, workspace, fresh)
@@ -113,7 +112,7 @@ def check_rank(call, rank, out):
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_graphs_of_several_sizes_in_any_order(num_ranks):
-    assert all(run_ranks(replay, num_ranks, 200, mode="process"))
+    assert all(run_ranks(replay, num_ranks, 100, mode="process"))
 
 
 # -- faults
