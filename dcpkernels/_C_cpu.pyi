@@ -13,6 +13,7 @@ CHANNEL_BYTES: int
 LINK_SLOT_BYTES: int
 STATUS_FAULTED: int
 STATUS_BUSY: int
+STATUS_LAUNCH_FAILED: int
 STATUS_OVERLAP: int
 STATUS_NO_MEMORY: int
 STATUS_CLOSED: int
@@ -46,6 +47,9 @@ class Endpoint:
         bases: list[int],
         gather_bases: list[int],
         multicast: int,
+        bases_table: int = 0,
+        host_control: int = 0,
+        device: int = 0,
         reserved: list[tuple[int, int]],
         socket_fds: list[int],
         control: ControlLayout,
@@ -59,6 +63,7 @@ class Endpoint:
     def isa(self) -> str: ...
     def is_poisoned(self) -> bool: ...
     def is_reserved(self, address: int, num_bytes: int) -> bool: ...
+    def refresh(self, control_words: bytes) -> None: ...
     def close(self) -> bool: ...
     def hand_out_buffer(self, stream_idx: int) -> tuple[int, int]: ...
     def fault(self) -> dict[str, Any]: ...
@@ -102,7 +107,14 @@ class A2aLseReducePlan:
         strides: tuple[int, int, int, int, int, int, int, int],
     ) -> None: ...
     def __call__(
-        self, partial_out: int, partial_lse: int, out: int, out_lse: int, seq_lens: int, query_start_loc: int
+        self,
+        partial_out: int,
+        partial_lse: int,
+        out: int,
+        out_lse: int,
+        seq_lens: int,
+        query_start_loc: int,
+        stream: int = 0,
     ) -> int: ...
     def run_in_threads(
         self,
@@ -156,7 +168,7 @@ class QueryGatherPlan:
         out: tuple[int, int] | None,
         releases: bool,
     ) -> None: ...
-    def __call__(self, parts: list[int], out: int, scale: int, scale_value: float) -> int: ...
+    def __call__(self, parts: list[int], out: int, scale: int, scale_value: float, stream: int = 0) -> int: ...
     def run_in_threads(
         self,
         parallel_for: Callable[[int, Callable[[int, int], None]], None],
@@ -186,7 +198,7 @@ class KvGatherLane:
     ) -> None: ...
     @property
     def buffer_idx(self) -> int: ...
-    def start(self, cache: int, source: KvGatherSource, chunk_idx: int, plan_digest: int) -> int: ...
+    def start(self, cache: int, source: KvGatherSource, chunk_idx: int, plan_digest: int, stream: int = 0) -> int: ...
     def start_in_threads(
         self,
         parallel_for: Callable[[int, Callable[[int, int], None]], None],
@@ -196,7 +208,15 @@ class KvGatherLane:
         plan_digest: int,
     ) -> int: ...
     def wait(
-        self, chunk_idx: int, plan_digest: int, num_rows: int, out: int, out_stride: int, scale: int, scale_value: float
+        self,
+        chunk_idx: int,
+        plan_digest: int,
+        num_rows: int,
+        out: int,
+        out_stride: int,
+        scale: int,
+        scale_value: float,
+        stream: int = 0,
     ) -> int: ...
     def wait_in_threads(
         self,
@@ -210,6 +230,8 @@ class KvGatherLane:
         scale_value: float,
     ) -> int: ...
 
+def require_device(device: int = 0, isa: str = "auto") -> None: ...
+def load_kernels(*, wire: int, dtype: int, device: int, isa: str = "auto") -> bool: ...
 def query_descriptor(*, lane: int, dtype: int, has_out: bool, num_tokens: int) -> int: ...
 def release_descriptor(*, lane: int) -> int: ...
 def chunk_descriptor(*, lane: int, buffer_idx: int, chunk_idx: int, plan_digest: int) -> int: ...
