@@ -19,7 +19,7 @@ from dcpkernels.region_layout import LINK_SLOT_BYTES, RegionLayout
 from dcpkernels.testing import ThreadGroup, run_ranks
 
 MODULE = _backend.load("cpu")
-SOON_S, LONG_S = 0.3, 30.0
+SOON_S, LONG_S = 1.0, 30.0
 NONCE = 0x9E3779B97F4A7C15
 WORLDS = pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 
@@ -187,7 +187,7 @@ def test_ranks_that_come_late_in_turn_are_not_named() -> None:
 
     def late(rank: int) -> dict[str, object]:
         time.sleep(0.2 * rank)
-        return {"timeout_s": 2.0}
+        return {"timeout_s": 5.0}
 
     assert regions.run(late) == [[0] * 5] * 4
 
@@ -212,7 +212,7 @@ def test_multicast_of_one_rank_that_reaches_nobody() -> None:
 # -- one rank, whose peer is this test
 
 
-def rank_0_beside(regions: Regions, nonce: int = NONCE, timeout_s: float = SOON_S, **more: object) -> list[int]:
+def rank_0_beside(regions: Regions, nonce: int = NONCE, timeout_s: float = 0.2, **more: object) -> list[int]:
     return regions.run_rank(0, nonce, timeout_s, **more)
 
 
@@ -347,7 +347,7 @@ def _check_a_heap(group: object, damaged: bool) -> list[object]:
         check_links(group, MODULE, **arguments_of(heap, layout, NONCE + check)) for check in range(3)
     ]
     if damaged:
-        arguments = arguments_of(heap, layout, NONCE + 3, 1.0)
+        arguments = arguments_of(heap, layout, NONCE + 3, 3.0)
         if group.rank == 2:  # two regions exchanged; and multicast that goes to the own region alone
             arguments["bases"] = [heap.bases[1], heap.bases[0], *heap.bases[2:]]
             arguments["multicast"] = heap.bases[2]
