@@ -143,8 +143,7 @@ class RegionLayout:
         if not self.packet_bytes:
             return self.plain_row_bytes
         payload = self.packet_bytes - (8 if self.packet_bytes == 128 else 4)
-        packets_per_head = -(-self.head_dim * self.item_bytes // payload)
-        num_packets = -(-self.num_local_heads * 4 // payload) + self.num_local_heads * packets_per_head
+        num_packets = -(-(self.lse_in_row + self.num_local_heads * 4) // payload)
         return align_up(num_packets * self.packet_bytes, ROW_ALIGNMENT)
 
     @property

@@ -6,7 +6,8 @@
 //             inlines it too, because a reference to a local would need local memory). DCP_DECL: a
 //             declaration of either. DCP_NO_UNROLL: before a loop that seldom runs more than once a thread
 //   threads   Cta {index, thread_rank, size, sync, broadcast, shared<S>}
-//             Lanes<N> {rank, size, group, num_groups, sync, broadcast, kMaxGroups}
+//             Lanes<N> {rank, size, group, num_groups, sync, broadcast, kMaxGroups}: groups of up to N
+//             threads; Lanes<1>: each thread by itself
 //   launch    launch<Kernel>(params, launch): every channel of it runs Kernel::run(cta, params), maybe all at
 //             once, with a Kernel::Shared. On the host: device_fault(device, text, size): "", or why that device runs
 //             no kernel of this build
@@ -20,15 +21,22 @@
 //             store_multicast(to, words): 16 bytes, at a multiple of 16; multicast_flag(flag, value): a
 //             release broadcast_done(cta, uses_multicast): publish_done for stores to the buffers of all
 //             ranks broadcast_arrived(uses_multicast): by every thread, after the flag that announces them
-//   packets   Packet<8 | 16 | 128> {kWords, store, try_load}: payload and flag arrive together;
-//             kMaxPacketBytes
+//   packets   Packet<8 | 16 | 128>: payload and flag arrive together. Up to kMaxPacketBytes. A packet carries
+//             kPayload bytes: parts of 4 words, the last (or only) one of fewer
+//             Lanes: the threads that make a call together, with the same arguments. How they share its
+//             packets is the target's business; up to kPerCall, side by side
+//             store(lanes, packets, num, flag, part): part(k, j) gives part j of packet k as Words16
+//             try_load(lanes, packets, num, flag, put): one look. True in all lanes, when all packets bear
+//             `flag`: then put(k, j, words) has been called for every part, by one of them
+//             bear(packets, num, flag): the same question by one thread alone, which learns no payload
 //   time      now_ns, spin_pause, Backoff {is_slow, pause}, kHostPollNs, poll_host
 //   bytes     PeerStores(hint, num_bytes) {copy, copy_multicast (threads, to, from, num_bytes),
 //             copy_to_all(threads, bases, rank, num_ranks, offset, from, num_bytes), finish(cta)}, where
 //             threads are a Cta or Lanes; by multicast, `to` and num_bytes are multiples of 16
 //             Words16, store_16(to, words), store_1(to, byte)
-//             load_elements(from, array), map_elements(lanes, to, from, num_elements, f): 16 or multiples of
-//             it
+//             load_words<1 | 2 | 4>(from), store_words<kNum>(to, words): at once; where
+//             at_once<kNum>(address) load_elements(from, array), map_elements(lanes, to, from, num_elements,
+//             f): 16 or multiples of it
 //   numbers   fma, exp2 (x <= 0), log2, abs; to_float, from_float<T>, rounding to nearest even; bit_cast
 //   vectors   RowVec<T> {kElements, broadcast, load, store, stream} for float, Half, BFloat16; fma
 //             kRowBlock, kHeadTile
@@ -52,7 +60,8 @@ static_assert(sizeof(arch::Words16) == 16);
 static_assert(sizeof(decltype(arch::exp2(0.0f))) == 4 && sizeof(decltype(arch::log2(1.0f))) == 4);
 static_assert(sizeof(arch::from_float<BFloat16>(0.0f)) == 2 && sizeof(arch::from_float<Half>(0.0f)) == 2);
 static_assert(arch::kHostPollNs > 0);
-static_assert(arch::Packet<8>::kWords == 1 && arch::Packet<16>::kWords == 3 && arch::kMaxPacketBytes >= 16);
+static_assert(arch::Packet<8>::kPayload == 4 && arch::Packet<16>::kPayload == 12);
+static_assert(arch::kMaxPacketBytes >= 16 && arch::Lanes<1>::kMaxGroups >= 1);
 
 // The symmetric region is shared by processes that may come from different compilations: its words have one
 // size.

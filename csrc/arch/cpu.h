@@ -170,6 +170,21 @@ struct Words16 {
   uint32_t word[4];
 };
 DCP_FN void store_16(void* to, const Words16& words) { memcpy(to, words.word, sizeof(words)); }
+// kNum words at once, to and from any address.
+template <int kNum>
+DCP_FN bool at_once(const void*) {
+  return true;
+}
+template <int kNum>
+DCP_FN Words16 load_words(const void* from) {
+  Words16 words = {};
+  memcpy(words.word, from, kNum * sizeof(uint32_t));
+  return words;
+}
+template <int kNum>
+DCP_FN void store_words(void* to, const Words16& words) {
+  memcpy(to, words.word, kNum * sizeof(uint32_t));
+}
 // An array in registers, from memory.
 template <int kNum, class T>
 DCP_FN void load_elements(const T* from, T (&elements)[kNum]) {
@@ -277,40 +292,76 @@ class PeerStores {
 
 // ---- packets
 
-// kWords words of payload and a flag that arrive together. A GPU stores a packet at once; here the flag's
-// release and acquire hold it together, but for the smallest, which is one atomic word. For tests: on a CPU
-// the product path is bulk.
+// Payload and a flag that arrive together. A GPU stores a packet at once; here the flag's release and acquire
+// hold it together, but for the smallest, which is one atomic word. For tests: on a CPU the product path is
+// bulk.
 template <int kBytes>
 class Packet {
  public:
   static_assert(kBytes == 8 || kBytes == 16 || kBytes == 128);
-  static constexpr int kWords = kBytes == 128 ? 30 : kBytes / 4 - 1;
+  using Lanes = arch::Lanes<kBytes == 128 ? 32 : 1>;
+  static constexpr int kPayload = kBytes == 128 ? 120 : kBytes - 4;
+  static constexpr int kPerCall = kBytes == 128 ? kPacketsPerCall : 1;
 
-  // `word(i)` is the i-th word of the payload.
-  template <class Word>
-  static DCP_FN void store(void* packet, uint32_t flag, const Word& word) {
+  template <class Part>
+  static DCP_FN void store(const Lanes& lanes, void* packets, int num, uint32_t flag, const Part& part) {
     if constexpr (kBytes == 8) {
-      __atomic_store_n(static_cast<uint64_t*>(packet), uint64_t(flag) << 32 | word(0), __ATOMIC_RELAXED);
+      const uint64_t both = uint64_t(flag) << 32 | part(0, 0).word[0];
+      __atomic_store_n(static_cast<uint64_t*>(packets), both, __ATOMIC_RELAXED);
     } else {
-      uint32_t* words = static_cast<uint32_t*>(packet);
-      for (int i = 0; i < kWords; ++i) __atomic_store_n(words + i, word(i), __ATOMIC_RELAXED);
-      store_release_sys(words + kWords, flag);
+      for (int k = 0; k < num; ++k) {
+        for (int j = lanes.rank(); j < kNumParts; j += lanes.size()) {
+          const Words16 words = part(k, j);
+          uint32_t* to = words_of(packets, k) + 4 * j;
+          for (int i = 0; i < num_words(j); ++i) __atomic_store_n(to + i, words.word[i], __ATOMIC_RELAXED);
+        }
+      }
+      lanes.sync();
+      for (int k = lanes.rank(); k < num; k += lanes.size()) {
+        uint32_t* last = words_of(packets, k) + kBytes / 4 - 1;
+        if constexpr (kBytes == 128) __atomic_store_n(last - 1, flag, __ATOMIC_RELAXED);
+        store_release_sys(last, flag);
+      }
     }
   }
 
-  // True when the packet bears `flag`; then `put(i, word)` has been called for every word.
   template <class Put>
-  static DCP_FN bool try_load(const void* packet, uint32_t flag, const Put& put) {
+  static DCP_FN bool try_load(const Lanes& lanes, const void* packets, int num, uint32_t flag,
+                              const Put& put) {
     if constexpr (kBytes == 8) {
-      const uint64_t both = __atomic_load_n(static_cast<const uint64_t*>(packet), __ATOMIC_RELAXED);
+      const uint64_t both = __atomic_load_n(static_cast<const uint64_t*>(packets), __ATOMIC_RELAXED);
       if (uint32_t(both >> 32) != flag) return false;
-      put(0, uint32_t(both));
+      put(0, 0, Words16{{uint32_t(both)}});
     } else {
-      const uint32_t* words = static_cast<const uint32_t*>(packet);
-      if (__atomic_load_n(words + kWords, __ATOMIC_ACQUIRE) != flag) return false;
-      for (int i = 0; i < kWords; ++i) put(i, __atomic_load_n(words + i, __ATOMIC_RELAXED));
+      const bool is_there = lanes.rank() == 0 && bear(packets, num, flag);
+      if (!lanes.broadcast(is_there)) return false;
+      for (int k = 0; k < num; ++k) {
+        for (int j = lanes.rank(); j < kNumParts; j += lanes.size()) {
+          const uint32_t* from = words_of(packets, k) + 4 * j;
+          Words16 words = {};
+          for (int i = 0; i < num_words(j); ++i) words.word[i] = __atomic_load_n(from + i, __ATOMIC_RELAXED);
+          put(k, j, words);
+        }
+      }
     }
     return true;
+  }
+
+  static DCP_FN bool bear(const void* packets, int num, uint32_t flag) {
+    for (int k = 0; k < num; ++k) {
+      if (load_acquire_sys(words_of(packets, k) + kBytes / 4 - 1) != flag) return false;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr int kNumParts = kBytes == 128 ? 8 : 1;
+  static DCP_FN int num_words(int j) { return kPayload / 4 - 4 * j < 4 ? kPayload / 4 - 4 * j : 4; }
+  static DCP_FN uint32_t* words_of(void* packets, int k) {
+    return static_cast<uint32_t*>(packets) + k * (kBytes / 4);
+  }
+  static DCP_FN const uint32_t* words_of(const void* packets, int k) {
+    return static_cast<const uint32_t*>(packets) + k * (kBytes / 4);
   }
 };
 inline constexpr int kMaxPacketBytes = 128;

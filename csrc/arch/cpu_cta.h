@@ -35,6 +35,9 @@ class Cta {
   void* shared_;
 };
 
+// Packets that one call stores or loads (cpu.h). More than one only where several threads do it.
+inline constexpr int kPacketsPerCall = 1;
+
 // The CTA's threads in groups of up to N that can shuffle. Here a group is one thread.
 template <int N>
 class Lanes {

@@ -58,22 +58,24 @@ class Cta {
   void* shared_;
 };
 
-// The CTA's threads in groups of N that can shuffle: warps.
+// The CTA's threads in groups of N that can shuffle: warps, or each thread by itself.
 template <int N>
 class Lanes {
  public:
-  static_assert(N == 32, "a group is a warp");
+  static_assert(N == 32 || N == 1, "a group is a warp, or a thread by itself");
   static constexpr int kMaxGroups = kNumThreads / N;
   DCP_FN explicit Lanes(const Cta&) {}
   DCP_FN int rank() const { return int(threadIdx.x % N); }
   DCP_FN int size() const { return N; }
   DCP_FN int group() const { return int(threadIdx.x / N); }
   DCP_FN int num_groups() const { return kMaxGroups; }
-  DCP_FN void sync() const { __syncwarp(); }
+  DCP_FN void sync() const {
+    if constexpr (N > 1) __syncwarp();
+  }
   // The value that lane 0 holds; also a sync, which a shuffle alone is not.
   DCP_FN int broadcast(int value) const {
-    __syncwarp();
-    return __shfl_sync(0xffffffffu, value, 0);
+    sync();
+    return N > 1 ? __shfl_sync(0xffffffffu, value, 0) : value;
   }
 };
 
@@ -298,51 +300,70 @@ DCP_FN void broadcast_arrived(bool uses_multicast) {
 
 // ---- packets
 
-// Payload and flag that arrive together because one instruction stores both: 8 and 16 bytes. A line of 128
-// bytes takes a warp, and NVLink, to arrive at once: no such packet here.
+// 16 bytes in one access, which the memory model does not tear: `.b128` (PTX ISA 8.3, sm_70). A vector of
+// four words would be four accesses to it, though it is the same instruction.
+DCP_FN void store_relaxed_16(void* to, const Words16& words) {
+  const uint64_t low = uint64_t(words.word[1]) << 32 | words.word[0];
+  const uint64_t high = uint64_t(words.word[3]) << 32 | words.word[2];
+  asm volatile("{ .reg .b128 both; mov.b128 both, {%1, %2}; st.relaxed.sys.global.b128 [%0], both; }" ::"l"(
+                   __cvta_generic_to_global(to)),
+               "l"(low), "l"(high)
+               : "memory");
+}
+DCP_FN Words16 load_relaxed_16(const void* from) {
+  uint64_t low, high;
+  asm volatile("{ .reg .b128 both; ld.relaxed.sys.global.b128 both, [%2]; mov.b128 {%0, %1}, both; }"
+               : "=l"(low), "=l"(high)
+               : "l"(__cvta_generic_to_global(from))
+               : "memory");
+  return {{uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)}};
+}
+
+// Payload and flag that arrive together. What makes them:
+//
+//   8     one access of 8 bytes, which the PTX memory model does not tear; on any link
+//   16    one access of 16 bytes, likewise
+//   128   nothing in the memory model: a line (cuda_line.h)
 template <int kBytes>
 class Packet {
  public:
   static_assert(kBytes == 8 || kBytes == 16);
-  static constexpr int kWords = kBytes / 4 - 1;
+  using Lanes = arch::Lanes<1>;
+  static constexpr int kPayload = kBytes - 4, kPerCall = 1;
 
-  // `word(i)` is the i-th word of the payload.
-  template <class Word>
-  static DCP_FN void store(void* packet, uint32_t flag, const Word& word) {
+  template <class Part>
+  static DCP_FN void store(const Lanes&, void* packet, int, uint32_t flag, const Part& part) {
+    Words16 words = part(0, 0);
     if constexpr (kBytes == 8) {
-      store_relaxed_sys(static_cast<uint64_t*>(packet), uint64_t(flag) << 32 | word(0));
+      store_relaxed_sys(static_cast<uint64_t*>(packet), uint64_t(flag) << 32 | words.word[0]);
     } else {
-      const uint64_t low = uint64_t(word(1)) << 32 | word(0), high = uint64_t(flag) << 32 | word(2);
-      asm volatile(
-          "{ .reg .b128 both; mov.b128 both, {%1, %2}; st.relaxed.sys.global.b128 [%0], both; }" ::"l"(
-              __cvta_generic_to_global(packet)),
-          "l"(low), "l"(high)
-          : "memory");
+      words.word[3] = flag;
+      store_relaxed_16(packet, words);
     }
   }
 
-  // True when the packet bears `flag`; then `put(i, word)` has been called for every word.
   template <class Put>
-  static DCP_FN bool try_load(const void* packet, uint32_t flag, const Put& put) {
+  static DCP_FN bool try_load(const Lanes&, const void* packet, int, uint32_t flag, const Put& put) {
     if constexpr (kBytes == 8) {
       const uint64_t both = load_relaxed_sys(static_cast<const uint64_t*>(packet));
       if (uint32_t(both >> 32) != flag) return false;
-      put(0, uint32_t(both));
+      put(0, 0, Words16{{uint32_t(both)}});
     } else {
-      uint64_t low, high;
-      asm volatile("{ .reg .b128 both; ld.relaxed.sys.global.b128 both, [%2]; mov.b128 {%0, %1}, both; }"
-                   : "=l"(low), "=l"(high)
-                   : "l"(__cvta_generic_to_global(packet))
-                   : "memory");
-      if (uint32_t(high >> 32) != flag) return false;
-      put(0, uint32_t(low));
-      put(1, uint32_t(low >> 32));
-      put(2, uint32_t(high));
+      const Words16 words = load_relaxed_16(packet);
+      if (words.word[3] != flag) return false;
+      put(0, 0, words);
     }
     return true;
   }
+
+  static DCP_FN bool bear(const void* packet, int, uint32_t flag) {
+    return load_relaxed_sys(static_cast<const uint32_t*>(packet) + kBytes / 4 - 1) == flag;
+  }
 };
-inline constexpr int kMaxPacketBytes = 16;
+inline constexpr int kMaxPacketBytes = 128;
+
+// For cuda_line.h: whether it holds in every thread of the warp, all of which come here.
+DCP_FN bool all_lanes(bool holds) { return __all_sync(0xffffffffu, holds); }
 
 // ---- time
 
@@ -367,6 +388,16 @@ DCP_FN Words16 load_16(const void* from) {
 DCP_FN void store_16(void* to, const Words16& words) {
   __builtin_assume(__isGlobal(to));
   *static_cast<uint4*>(to) = make_uint4(words.word[0], words.word[1], words.word[2], words.word[3]);
+}
+// The same of 8 bytes.
+DCP_FN Words16 load_8(const void* from) {
+  __builtin_assume(__isGlobal(from));
+  const uint2 v = *static_cast<const uint2*>(from);
+  return {{v.x, v.y}};
+}
+DCP_FN void store_8(void* to, const Words16& words) {
+  __builtin_assume(__isGlobal(to));
+  *static_cast<uint2*>(to) = make_uint2(words.word[0], words.word[1]);
 }
 template <class T>
 DCP_FN T load_global(const T* from) {
@@ -397,3 +428,5 @@ DCP_FN uint32_t pack_bfloat16(float low, float high) {
 }
 
 }  // namespace dcp::DCP_NS::arch
+
+#include "arch/cuda_line.h"

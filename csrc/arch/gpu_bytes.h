@@ -70,6 +70,26 @@ DCP_FN Words16 load_16_unaligned(const void* from) {
   return words;
 }
 
+// kNum words at once, 1, 2 or 4 of them, to and from an address for which at_once() holds.
+template <int kNum>
+DCP_FN bool at_once(const void* address) {
+  return reinterpret_cast<uint64_t>(address) % (4 * kNum) == 0;
+}
+template <int kNum>
+DCP_FN Words16 load_words(const void* from) {
+  static_assert(kNum == 1 || kNum == 2 || kNum == 4);
+  if constexpr (kNum == 4) return load_16(from);
+  if constexpr (kNum == 2) return load_8(from);
+  return {{load_global(static_cast<const uint32_t*>(from))}};
+}
+template <int kNum>
+DCP_FN void store_words(void* to, const Words16& words) {
+  static_assert(kNum == 1 || kNum == 2 || kNum == 4);
+  if constexpr (kNum == 4) return store_16(to, words);
+  if constexpr (kNum == 2) return store_8(to, words);
+  store_global(static_cast<uint32_t*>(to), words.word[0]);
+}
+
 // An array in registers from and to memory: a caller's tensor may start at any element.
 template <int kNum, class T>
 DCP_FN void load_elements(const T* from, T (&elements)[kNum]) {

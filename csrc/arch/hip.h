@@ -73,11 +73,12 @@ class Cta {
   void* shared_;
 };
 
-// The CTA's threads in groups of N that can shuffle: parts of a wave of 64, which runs in step.
+// The CTA's threads in groups of N that can shuffle: parts of a wave of 64, which runs in step, or each
+// thread by itself.
 template <int N>
 class Lanes {
  public:
-  static_assert(N == 32 || N == 64);
+  static_assert(N == 32 || N == 64 || N == 1);
   static constexpr int kMaxGroups = kNumThreads / N;
   DCP_FN explicit Lanes(const Cta& cta) : thread_(cta.thread_rank()) {}
   DCP_FN int rank() const { return thread_ % N; }
@@ -86,12 +87,14 @@ class Lanes {
   DCP_FN int num_groups() const { return kMaxGroups; }
   // No instruction: shared memory serves a wave in order. It keeps the compiler from reordering.
   DCP_FN void sync() const {
+    if constexpr (N == 1) return;
     __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");
     __builtin_amdgcn_wave_barrier();
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
   }
   // The value that lane 0 holds; also a sync. The other half of the wave may be elsewhere: it is not read.
   DCP_FN int broadcast(int value) const {
+    if constexpr (N == 1) return value;
     sync();
     const int first_lane = thread_ % 64 / N * N;
     return __builtin_amdgcn_ds_bpermute(first_lane * 4, value);
@@ -208,42 +211,45 @@ DCP_FN void broadcast_arrived(bool) {}
 // ---- packets
 
 // Payload and flag that arrive together. One word of 8 bytes does; nothing larger is sure to arrive at once,
-// so the release and acquire of its flag hold a packet of 16 bytes together.
+// so the release and acquire of its flag hold a packet of 16 bytes together. A larger one held together in
+// this way would be bulk with more flags: there is none.
 template <int kBytes>
 class Packet {
  public:
   static_assert(kBytes == 8 || kBytes == 16);
-  static constexpr int kWords = kBytes / 4 - 1;
+  using Lanes = arch::Lanes<1>;
+  static constexpr int kPayload = kBytes - 4, kPerCall = 1;
 
-  // `word(i)` is the i-th word of the payload.
-  template <class Word>
-  static DCP_FN void store(void* packet, uint32_t flag, const Word& word) {
-    uint64_t* words = static_cast<uint64_t*>(packet);
+  template <class Part>
+  static DCP_FN void store(const Lanes&, void* packet, int, uint32_t flag, const Part& part) {
+    uint64_t* to = static_cast<uint64_t*>(packet);
+    const Words16 words = part(0, 0);
     if constexpr (kBytes == 8) {
-      store_relaxed_sys(words, uint64_t(flag) << 32 | word(0));
+      store_relaxed_sys(to, uint64_t(flag) << 32 | words.word[0]);
     } else {
-      store_relaxed_sys(words, uint64_t(word(1)) << 32 | word(0));
-      store_release_sys(words + 1, uint64_t(flag) << 32 | word(2));
+      store_relaxed_sys(to, uint64_t(words.word[1]) << 32 | words.word[0]);
+      store_release_sys(to + 1, uint64_t(flag) << 32 | words.word[2]);
     }
   }
 
-  // True when the packet bears `flag`; then `put(i, word)` has been called for every word.
   template <class Put>
-  static DCP_FN bool try_load(const void* packet, uint32_t flag, const Put& put) {
-    const uint64_t* words = static_cast<const uint64_t*>(packet);
+  static DCP_FN bool try_load(const Lanes&, const void* packet, int, uint32_t flag, const Put& put) {
+    const uint64_t* from = static_cast<const uint64_t*>(packet);
     if constexpr (kBytes == 8) {
-      const uint64_t both = load_relaxed_sys(words);
+      const uint64_t both = load_relaxed_sys(from);
       if (uint32_t(both >> 32) != flag) return false;
-      put(0, uint32_t(both));
+      put(0, 0, Words16{{uint32_t(both)}});
     } else {
-      const uint64_t high = load_acquire_sys(words + 1);
+      const uint64_t high = load_acquire_sys(from + 1);
       if (uint32_t(high >> 32) != flag) return false;
-      const uint64_t low = load_relaxed_sys(words);
-      put(0, uint32_t(low));
-      put(1, uint32_t(low >> 32));
-      put(2, uint32_t(high));
+      const uint64_t low = load_relaxed_sys(from);
+      put(0, 0, Words16{{uint32_t(low), uint32_t(low >> 32), uint32_t(high)}});
     }
     return true;
+  }
+
+  static DCP_FN bool bear(const void* packet, int, uint32_t flag) {
+    return load_relaxed_sys(static_cast<const uint32_t*>(packet) + kBytes / 4 - 1) == flag;
   }
 };
 inline constexpr int kMaxPacketBytes = 16;
@@ -268,6 +274,15 @@ DCP_FN Words16 load_16(const void* from) {
 }
 DCP_FN void store_16(void* to, const Words16& words) {
   *global(static_cast<Words4*>(to)) = {words.word[0], words.word[1], words.word[2], words.word[3]};
+}
+// The same of 8 bytes.
+using Words2 = uint32_t __attribute__((ext_vector_type(2)));
+DCP_FN Words16 load_8(const void* from) {
+  const Words2 v = *global(static_cast<const Words2*>(from));
+  return {{v.x, v.y}};
+}
+DCP_FN void store_8(void* to, const Words16& words) {
+  *global(static_cast<Words2*>(to)) = {words.word[0], words.word[1]};
 }
 template <class T>
 DCP_FN T load_global(const T* from) {

@@ -115,7 +115,7 @@ class Channel {
     for (int channel_idx = first_channel; channel_idx < end_channel && status == Status::kOk; ++channel_idx) {
       DCP_NO_UNROLL
       for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks && status == Status::kOk; i += cta_.size()) {
-        const Released released = {*this, channel_idx, peer_order(symm_, i), epoch};
+        const Released released = {{}, *this, channel_idx, peer_order(symm_, i), epoch};
         if (released.there()) continue;
         arch::store_relaxed_sys(&mine_->awaited_release, epoch);
         status = wait_slow(i, released, start_ns);
@@ -201,7 +201,7 @@ class Channel {
     for (int channel_idx = first_channel; channel_idx < end_channel && status == Status::kOk; ++channel_idx) {
       DCP_NO_UNROLL
       for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks && status == Status::kOk; i += cta_.size()) {
-        status = wait_for(i, Signalled{*this, channel_idx, peer_order(symm_, i)}, start_ns);
+        status = wait_for(i, Signalled{{}, *this, channel_idx, peer_order(symm_, i)}, start_ns);
       }
     }
     cta_.sync();
@@ -209,11 +209,12 @@ class Channel {
     return confirm();
   }
 
-  // Returns when `there()` is true, or with kFaulted: for what comes with a signal of the peer at place
-  // `order_idx`, but without waiting for its flag.
-  template <class There>
-  DCP_FN Status wait_for_packet(int order_idx, const There& there, int64_t& start_ns) const {
-    return wait_for(order_idx, OfSignal<There>{*this, peer_order(symm_, order_idx), there}, start_ns);
+  // Returns when packets are `there()` (core/packet.h), or with kFaulted: they come with a signal of the peer
+  // at place `order_idx`, but without waiting for its flag. By all threads of `packets.lanes`, which return
+  // the same.
+  template <class Packets>
+  DCP_FN Status wait_for_packets(int order_idx, const Packets& packets, int64_t& start_ns) const {
+    return wait_for(order_idx, OfSignal<Packets>{*this, peer_order(symm_, order_idx), packets}, start_ns);
   }
 
   // Step `release`: this channel has read all that it wanted of the peers' buffers. Pairs with `acquire`
@@ -268,8 +269,14 @@ class Channel {
   }
 
  private:
-  // What a wait may be for. There(): is it there? missing(): which peers have not done their part?
-  struct Signalled {
+  // What a wait may be for. there(): is it there? missing(): which peers have not done their part? Where
+  // threads wait together, they look together, and the one that leads decides for all: agree() is what it
+  // says.
+  struct Alone {
+    DCP_FN bool leads() const { return true; }
+    DCP_FN int agree(int value) const { return value; }
+  };
+  struct Signalled : Alone {
     const Channel& channel;
     int channel_idx, peer;
     DCP_FN bool there() const {
@@ -278,19 +285,21 @@ class Channel {
     }
     DCP_FN uint64_t missing() const { return channel.missing_on(channel_idx); }
   };
-  template <class There>
+  template <class Packets>
   struct OfSignal {
     const Channel& channel;
     int peer;
-    const There& is_there;
-    DCP_FN bool there() const { return is_there(); }
+    const Packets& packets;
+    DCP_FN bool there() const { return packets.there(); }
+    DCP_FN bool leads() const { return packets.lanes.rank() == 0; }
+    DCP_FN int agree(int value) const { return packets.lanes.broadcast(value); }
     DCP_FN uint64_t missing() const {
       // Also when the flag is there: it has no order with what comes with it.
-      const uint64_t late = is_there() ? 0 : rank_bit(peer);
+      const uint64_t late = packets.bear_flag() ? 0 : rank_bit(peer);
       return late | channel.missing_on(channel.cta_.index());
     }
   };
-  struct Released {
+  struct Released : Alone {
     const Channel& channel;
     int channel_idx, peer;
     uint64_t epoch;
@@ -341,6 +350,8 @@ class Channel {
     FaultKind kind;
     uint64_t ranks, peer_call;
   };
+  template <class Awaited>
+  DCP_DECL Cause look_for_cause(const Awaited& awaited, bool is_over) const;
   DCP_DECL Cause expire(uint64_t missing) const;
   DCP_DECL uint64_t missing_at(int rank, int stream_idx, uint64_t epoch, int channel_idx) const;
   DCP_DECL uint64_t not_released(int owner, uint64_t epoch) const;

@@ -7,7 +7,8 @@
 namespace dcp::DCP_NS {
 
 // Waits for the peer at place `order_idx`. Three answers end it: what is awaited is there, the peer's flag is
-// one that cannot be (mismatch), or a fault (poison, deadline, a lost peer, an interrupt).
+// one that cannot be (mismatch), or a fault (poison, deadline, a lost peer, an interrupt). Threads that wait
+// together make the same number of looks, and end together with one answer: that of the one that leads.
 template <class Awaited>
 DCP_OUTLINE Status Channel::wait_slow(int order_idx, const Awaited& awaited, int64_t& start_ns) const {
   const int peer = peer_order(symm_, order_idx);
@@ -17,49 +18,56 @@ DCP_OUTLINE Status Channel::wait_slow(int order_idx, const Awaited& awaited, int
   int64_t next_host_poll_ns = 0;
   Doorbell* doorbell = stream_doorbell(symm_, control_, symm_.rank, stream_idx_, cta_.index());
   arch::Backoff backoff(policy_, doorbell, uint32_t((mine_->num_rounds + 1) * (symm_.num_ranks - 1)));
+  enum Verdict { kGoOn, kIsPoisoned, kHasCause };
+  Verdict verdict = kGoOn;
   Cause cause = {};
   int64_t waited_ns = 0;
   for (;;) {
     const uint64_t seen = arch::load_acquire_sys(&flag->value);
     if (awaited.there()) return Status::kOk;
-    if (seen != expected_flag() && uint32_t(seen) != not_yet) {
-      // Same epoch and another digest, or an epoch that this rank is not in: the peer made another call.
-      const StreamState* theirs = stream_state(symm_, control_, peer, stream_idx_);
-      cause = {FaultKind::kMismatch, rank_bit(peer), arch::load_relaxed_sys(&theirs->call)};
-      break;
-    }
-    if (backoff.is_slow()) {
-      if (is_poisoned(symm_, control_)) return Status::kFaulted;
-      const int64_t now_ns = arch::now_ns();
-      if (start_ns == 0) start_ns = now_ns;
-      if (next_host_poll_ns == 0) next_host_poll_ns = now_ns + arch::kHostPollNs;
-      waited_ns = now_ns - start_ns;
-      const bool is_over = timeout_ns > 0 && waited_ns > timeout_ns;
-      if (is_over || now_ns > next_host_poll_ns) {
-        next_host_poll_ns = now_ns + arch::kHostPollNs;
-        const HostEvents events = arch::poll_host(policy_);
-        if (events.interrupted) {
-          cause = {FaultKind::kInterrupted, rank_bit(symm_.rank), 0};
-          break;
-        }
-        // A peer may have signalled, finished and left, and all may have come between the look at the flag
-        // and the look at the clock: only what is missing now counts.
-        const uint64_t missing = awaited.missing();
-        if ((events.lost_peers & missing) != 0) {
-          cause = {FaultKind::kPeerLost, events.lost_peers & missing, 0};
-          break;
-        }
-        if (is_over && missing != 0) {
-          cause = expire(missing);
-          break;
+    if (awaited.leads()) {
+      if (seen != expected_flag() && uint32_t(seen) != not_yet) {
+        // Same epoch and another digest, or an epoch that this rank is not in: the peer made another call.
+        const StreamState* theirs = stream_state(symm_, control_, peer, stream_idx_);
+        cause = {FaultKind::kMismatch, rank_bit(peer), arch::load_relaxed_sys(&theirs->call)};
+        verdict = kHasCause;
+      } else if (backoff.is_slow()) {
+        if (is_poisoned(symm_, control_)) {
+          verdict = kIsPoisoned;
+        } else {
+          const int64_t now_ns = arch::now_ns();
+          if (start_ns == 0) start_ns = now_ns;
+          if (next_host_poll_ns == 0) next_host_poll_ns = now_ns + arch::kHostPollNs;
+          waited_ns = now_ns - start_ns;
+          const bool is_over = timeout_ns > 0 && waited_ns > timeout_ns;
+          if (is_over || now_ns > next_host_poll_ns) {
+            next_host_poll_ns = now_ns + arch::kHostPollNs;
+            cause = look_for_cause(awaited, is_over);
+            if (cause.ranks != 0) verdict = kHasCause;
+          }
         }
       }
     }
+    verdict = Verdict(awaited.agree(verdict));
+    if (verdict != kGoOn) break;
     backoff.pause(flag, seen);
   }
   // The only place that reports: where all of this is inlined, there is one copy of it.
-  report(cause, waited_ns);
+  if (verdict == kHasCause && awaited.leads()) report(cause, waited_ns);
   return Status::kFaulted;
+}
+
+// Once in a while in a long wait, and when the deadline `is_over`: what has ended it. No ranks: nothing has.
+template <class Awaited>
+DCP_OUTLINE Channel::Cause Channel::look_for_cause(const Awaited& awaited, bool is_over) const {
+  const HostEvents events = arch::poll_host(policy_);
+  if (events.interrupted) return {FaultKind::kInterrupted, rank_bit(symm_.rank), 0};
+  // A peer may have signalled, finished and left, and all may have come between the look at the flag and the
+  // look at the clock: only what is missing now counts.
+  const uint64_t missing = awaited.missing();
+  if ((events.lost_peers & missing) != 0) return {FaultKind::kPeerLost, events.lost_peers & missing, 0};
+  if (is_over && missing != 0) return expire(missing);
+  return {};
 }
 
 // The deadline has passed: names the ranks at fault, and tells a late peer from one that waits in another

@@ -88,10 +88,18 @@ DCP_FN void copy_heads(const arch::Cta& cta, const Params& p, const arch::PeerSt
   }
 }
 
-// Step `publish`: this channel's rows of this round into `peer`'s staging.
+template <class T, Wire kWire>
+using Packets = PacketRow<T, kPacketBytes<kWire>>;
+template <class T, Wire kWire>
+DCP_FN Packets<T, kWire> packet_row(const Params& p) {
+  return {p.num_local_heads, p.head_dim, int(p.lse_in_row)};
+}
+
+// Step `publish`: this channel's rows of this round into `peer`'s staging. `call` is that of
+// PacketRow::store.
 template <class T, Wire kWire>
 DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round, int peer, uint32_t epoch,
-                    const arch::PeerStores& stores, uint64_t& num_nonfinite) {
+                    int& call, const arch::PeerStores& stores, uint64_t& num_nonfinite) {
   const ShardMask mask = shard_mask(p);
   const ChannelRows rows = channel_rows(cta.index(), p.control.num_channels);
   const int first_head = peer * p.num_local_heads;
@@ -101,11 +109,10 @@ DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round, i
     char* to = symm_at<char>(p.symm, peer, staged_row(p, p.symm.rank, peer, round, row));
     const auto lse = [&](int h) { return own_lse(p, token, first_head + h, is_empty, num_nonfinite); };
     if constexpr (kPacketBytes<kWire> > 0) {
-      const PacketRow<T, kPacketBytes<kWire>> packets = {p.num_local_heads, p.head_dim};
-      const auto source = [&](int h) { return own_head<T>(p, token, first_head + h); };
-      for (int k = cta.thread_rank(); k < packets.num_packets(); k += cta.size()) {
-        packets.store(to, k, epoch, lse, source);
-      }
+      const Packets<T, kWire> packets = packet_row<T, kWire>(p);
+      const typename Packets<T, kWire>::Lanes lanes(cta);
+      const Heads<T> heads = {own_head<T>(p, token, first_head), p.partial_out_head_stride};
+      packets.store(lanes, to, call, epoch, heads, lse);
     } else {
       float* staged_lse = reinterpret_cast<float*>(to + p.lse_in_row);
       for (int h = cta.thread_rank(); h < p.num_local_heads; h += cta.size()) staged_lse[h] = lse(h);
@@ -150,8 +157,10 @@ DCP_FN PayloadPlace payload_place(const Params& p, const Round& round) {
 template <class T, Wire kWire>
 DCP_FN Status receive(const arch::Cta& cta, const Params& p, const Round& round, uint32_t epoch,
                       const Channel& channel) {
-  const PacketRow<T, kPacketBytes<kWire>> packets = {p.num_local_heads, p.head_dim};
+  const Packets<T, kWire> packets = packet_row<T, kWire>(p);
+  const typename Packets<T, kWire>::Lanes lanes(cta);
   const ChannelRows rows = channel_rows(cta.index(), p.control.num_channels);
+  int call = lanes.group();
   int64_t start_ns = 0;
   Status status = Status::kOk;
   for (int i = 1; i < p.symm.num_ranks; ++i) {
@@ -159,11 +168,11 @@ DCP_FN Status receive(const arch::Cta& cta, const Params& p, const Round& round,
     for (int64_t row = rows.first; row < round.num_rows && status == Status::kOk; row += rows.step) {
       const char* from = symm_own<char>(p.symm, staged_row(p, source, p.symm.rank, round, row));
       char* to = symm_own<char>(p.symm, plain_row<kWire>(p, source, round, row));
-      float* lse = reinterpret_cast<float*>(to + p.lse_in_row);
-      for (int k = cta.thread_rank(); k < packets.num_packets() && status == Status::kOk; k += cta.size()) {
-        const auto there = [&] { return packets.try_load(from, k, epoch, lse, reinterpret_cast<T*>(to)); };
-        status = channel.wait_for_packet(i, there, start_ns);
+      for (; call < packets.num_calls() && status == Status::kOk; call += lanes.num_groups()) {
+        const typename Packets<T, kWire>::Arriving arriving = {packets, lanes, from, call, epoch, to};
+        status = channel.wait_for_packets(i, arriving, start_ns);
       }
+      call -= packets.num_calls();
     }
   }
   cta.sync();  // a thread that gave up has seen or written poison: now thread 0 sees it too
@@ -380,9 +389,11 @@ struct Kernel {
       if (copies) copy_to_buffer<T>(cta, p, round, place, stores);
       channel.lend(p.buffer_idx);
     }
+    int call = 0;
+    if constexpr (kPacketBytes<kWire> > 0) call = typename Packets<T, kWire>::Lanes(cta).group();
     for (int i = 1; i < p.symm.num_ranks; ++i) {
       const int peer = peer_order(p.symm, i);
-      publish<T, kWire>(cta, p, round, peer, epoch, stores, num_nonfinite);
+      publish<T, kWire>(cta, p, round, peer, epoch, call, stores, num_nonfinite);
       if constexpr (kWire == Wire::kPull) {
         channel.signal(peer, place);
       } else if constexpr (kWire == Wire::kPush) {
@@ -425,8 +436,9 @@ struct PackKernel {
     const Round round = {p.first_row, p.num_rows, 0};
     uint64_t num_nonfinite = 0, no_hint = 0;
     const arch::PeerStores stores(&no_hint, 0);
+    int call = 0;
     for (int peer = 0; peer < p.symm.num_ranks; ++peer) {
-      if (peer != p.symm.rank) publish<T, kWire>(cta, p, round, peer, 0, stores, num_nonfinite);
+      if (peer != p.symm.rank) publish<T, kWire>(cta, p, round, peer, 0, call, stores, num_nonfinite);
     }
     count_nonfinite(p, num_nonfinite);
     return Status::kOk;

@@ -22,6 +22,8 @@ inline constexpr int kNoCtaSync = 4, kNoLanesSync = 5;
 
 inline constexpr int kCtaThreads = DCP_CTA_THREADS;
 inline constexpr int kGroupThreads = kCtaThreads < 8 ? kCtaThreads : 8;
+// Several, as on a GPU: the last call of a row then has fewer.
+inline constexpr int kPacketsPerCall = 3;
 
 // A mutex and a condition variable: what ThreadSanitizer knows best.
 class Barrier {
@@ -121,6 +123,23 @@ class Lanes {
   void barrier() const { cta_.state()->group_barriers[group()].wait(kGroupThreads); }
 
   const Cta& cta_;
+};
+
+// Each thread by itself.
+template <>
+class Lanes<1> {
+ public:
+  static constexpr int kMaxGroups = kCtaThreads;
+  explicit Lanes(const Cta& cta) : group_(cta.thread_rank()), num_groups_(cta.size()) {}
+  int rank() const { return 0; }
+  int size() const { return 1; }
+  int group() const { return group_; }
+  int num_groups() const { return num_groups_; }
+  void sync() const {}
+  int broadcast(int value) const { return value; }
+
+ private:
+  int group_, num_groups_;
 };
 
 // The threads of one CTA, made once for every thread that launches.

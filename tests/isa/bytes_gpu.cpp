@@ -45,6 +45,16 @@ void store_16(void* to, const Words16& words) {
   ++num_stores;
   memcpy(to, &words, 16);
 }
+Words16 load_8(const void* from) {
+  note(from, 8);
+  Words16 words = {};
+  memcpy(&words, from, 8);
+  return words;
+}
+void store_8(void* to, const Words16& words) {
+  note(to, 8);
+  memcpy(to, &words, 8);
+}
 void store_multicast(void* to, const Words16& words) {
   store_16(to, words);
   ++num_multicast;

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -230,8 +231,70 @@ def test_parts_of_two_calls_are_no_release() -> None:
 # -- what both vendors share, run on the host
 
 
-@pytest.mark.parametrize(("name", "output"), [("numbers_gpu", "log2: at most"), ("bytes_gpu", "bytes: all as meant")])
+HOST = Path(__file__).with_name("host")  # a target that is played by threads
+
+
+def build_on_the_host(name: str, folder: Path, csrc: Path = CSRC) -> Path:
+    command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-pthread"]
+    command += [f"-I{HOST}", f"-I{csrc}", str(Path(__file__).with_name(f"{name}.cpp")), "-o", str(folder / name)]
+    run_tool(command, folder)
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [("numbers_gpu", "log2: at most"), ("bytes_gpu", "bytes: all as meant"), ("lines_gpu", "lines: all as meant")],
+)
 def test_on_the_host(name: str, output: str, tmp_path: Path) -> None:
-    command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas", f"-I{CSRC}"]
-    run_tool([*command, str(Path(__file__).with_name(f"{name}.cpp")), "-o", str(tmp_path / name)], tmp_path)
-    assert run_tool([str(tmp_path / name)], tmp_path)[0].startswith(output)
+    assert run_tool([str(build_on_the_host(name, tmp_path))], tmp_path)[0].startswith(output)
+
+
+LINE_BREAKS = {
+    # file, what is there, what is put in its place, part of what is printed
+    "the flag in another lane":
+        ("arch/cuda_line.h", "if (part_of(lanes) == kNumParts - 1) words[turn]", "if (part_of(lanes) == kNumParts - 2) words[turn]",
+         "flag: "),
+    "half of the flag":
+        ("arch/cuda_line.h", "words[turn].word[2] = words[turn].word[3] = flag;", "words[turn].word[3] = flag;", "flag: "),
+    "every lane decides for itself":
+        ("arch/cuda_line.h", "if (!all_lanes(are_there)) return false;", "if (!are_there) return false;", "all lanes agree: "),
+    "a look at the first lines only":
+        ("arch/cuda_line.h", "if (k < num) are_there &= flag_of", "if (k < 4) are_there &= flag_of", "all lanes agree: "),
+    "lines that are loaded before the flags are there":
+        ("arch/cuda_line.h", "if (!all_lanes(are_there)) return false;", "const bool has_come = all_lanes(are_there);", "unpacked: "),
+    "lines behind the row are stored":
+        ("arch/cuda_line.h", "if (line_of(lanes, turn) < num) {\n        store_relaxed_16(",
+         "if (true) {\n        store_relaxed_16(", "stored behind the row: "),
+    "one lane alone looks at one line":
+        ("arch/cuda_line.h", "if (flag_of(packets, k) != twice(flag)) return false;",
+         "if (k == 0 && flag_of(packets, k) != twice(flag)) return false;", "one lane alone: "),
+    "odd lines begin in the middle of 16 bytes":
+        ("core/packet.h", "128 * is_second + 16 * j : 112 + 8 * is_second", "120 * is_second + 16 * j : 112 + 120 * is_second",
+         "misaligned: "),
+    "odd lines repeat 8 bytes of the even ones":
+        ("core/packet.h", ": 112 + 8 * is_second", ": 112", "payload on the wire: "),
+    "the LSE of another head":
+        ("core/packet.h", "arch::bit_cast<uint32_t>(lse(first + i))", "arch::bit_cast<uint32_t>(lse(i))", "LSE read once: "),
+    "16 bytes across the end of a head":
+        ("core/packet.h", "num_words * 4 / int(sizeof(T)) <= run)", "num_words * 4 / int(sizeof(T)) <= num_elements)",
+         "payload on the wire: "),
+    "16 bytes at any address":
+        ("arch/gpu_bytes.h", "return reinterpret_cast<uint64_t>(address) % (4 * kNum) == 0;",
+         "return reinterpret_cast<uint64_t>(address) % 2 == 0;", "misaligned: "),
+    "always one element at a time":
+        ("arch/gpu_bytes.h", "return reinterpret_cast<uint64_t>(address) % (4 * kNum) == 0;", "return address == nullptr;",
+         "loads of 16 and 8 bytes: "),
+    "what lies behind the last LSE is unpacked too":
+        ("core/packet.h", "if (at >= end) return;", "", "unpacked: "),
+    "a new row begins with the first group":
+        ("core/packet.h", "call -= num_calls();\n  }", "call = lanes.group();\n  }", "turns: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LINE_BREAKS)
+def test_a_broken_line_of_128_bytes_is_found(case: str, tmp_path: Path) -> None:
+    path, old, new, printed = LINE_BREAKS[case]
+    csrc = broken_copy(tmp_path, path, old, new)
+    program = build_on_the_host("lines_gpu", tmp_path, csrc)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and any(line.startswith(printed) for line in done.stdout.splitlines()), done.stdout
