@@ -252,4 +252,5 @@ def link_check(
     result: int,
     isa: str,
     stream: int = 0,
+    device: int = 0,
 ) -> int: ...
