@@ -6,6 +6,7 @@ call (csrc/bindings/plan.h); nothing here waits for the device but `refresh` and
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from dcpkernels.heap.cuda import CudaHeap
 from dcpkernels.heap.group import Deadline, Group
 from dcpkernels.heap.torch_symmetric import TorchSymmetricHeap
 from dcpkernels.region_layout import RegionLayout
+
+_log = logging.getLogger("dcpkernels")
 
 # Looks at a flag before the first pause: about what a flag takes through NVLink.
 _NUM_SPINS = 1000
@@ -152,7 +155,10 @@ class CudaDevice:
         endpoint.refresh(self.heap.read(0, self._layout.control_num_bytes))
 
     def close(self, *, timeout_s: float) -> None:
-        self._wait()  # kernels of ours may still run
+        try:
+            self._wait()  # kernels of ours may still run
+        except RuntimeError as error:  # the device is lost, and nothing runs on it
+            _log.debug("close: %s", error)
         self.heap.close(timeout_s=timeout_s)
 
 

@@ -65,8 +65,8 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     demo.add_argument("--seed", type=seed, default=0)
     demo.add_argument("--iters", type=count, help="timed steps (default 9)")
     demo.add_argument("--quick", action="store_true", help="a context of 4096 and 3 steps, for tests")
-    demo.add_argument("--device", default="cpu", help="cpu (default); cuda, a GPU for each rank, waits for the CUDA target, "
-                      "which this version does not have")  # fmt: skip
+    demo.add_argument("--device", default="cpu", help="cpu (default), or cuda: a GPU for each rank, which nobody has "
+                      "run yet")  # fmt: skip
     demo.add_argument("--min-ratio", type=ratio, default=0.0, metavar="X", help="fail when the attention section is not X "
                       "times as fast with the cache sharded (default: any)")  # fmt: skip
     demo.add_argument("--json", type=Path, metavar="FILE", nargs="?", const=Path("-"),
