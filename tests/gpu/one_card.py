@@ -244,11 +244,9 @@ def target_of(args: argparse.Namespace) -> str:
 
 def build(args: argparse.Namespace) -> dict[str, Any]:
     card = import_card()
-    found = list(args.build_dir.glob(f"{card.module_name(target_of(args))}.*"))
     log = ""
-    if not found:
-        module, log = card.build(args.build_dir, target_of(args), args.arch)
-        found = [module]
+    if not card.module_file(args.build_dir, target_of(args)).exists():
+        _, log = card.build(args.build_dir, target_of(args), args.arch)
     kernels = card.resources(log)
     spilling = [name for name, use in kernels.items() if use["spills"] or use["stack"]]
     most = max((use["registers"] for use in kernels.values()), default=0)
@@ -257,7 +255,7 @@ def build(args: argparse.Namespace) -> dict[str, Any]:
 
 def open_card(args: argparse.Namespace, device: str) -> Any:
     card = import_card()
-    module = next(iter(args.build_dir.glob(f"{card.module_name(target_of(args))}.*")))
+    module = card.module_file(args.build_dir, target_of(args))
     from tests.gpu.card.cases import Card
 
     return Card(card.load(module), device, quick=args.quick or args.dry_run)

@@ -1,5 +1,5 @@
-"""The public API on one GPU, whose ranks are threads that share its memory. one_card.py makes the same checks, and many more
-of the kernels on their own."""
+"""The public API on one GPU, whose ranks are threads that share its memory. one_card.py makes the same checks, and
+many more of the kernels on their own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The script for one GPU, on a machine without one: its harness compiles for the card without spills and can be imported; it
-says that there is no device; and all that does not need one runs, on ranks that are threads."""
+"""The script for one GPU, on a machine without one: its harness compiles for the card without spills and can be
+imported; it says that there is no device; and all that does not need one runs, on ranks that are threads."""
 
 from __future__ import annotations
 
@@ -31,9 +31,15 @@ def run_script(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
 
 
-def test_the_harness_compiles_for_the_card(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def build_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of both targets: they share the bindings."""
+    return tmp_path_factory.mktemp("one_card")
+
+
+def test_the_harness_compiles_for_the_card(build_dir: Path) -> None:
     need_nvcc()
-    module, log = build.build(tmp_path, "cuda")
+    module, log = build.build(build_dir, "cuda")
     kernels = build.resources(log)
     names = " ".join(kernels)
     assert all(name in names for name in ("kernel_entry", "ranks_entry", "for_each_entry")), sorted(kernels)
@@ -66,9 +72,9 @@ def device_is_here() -> bool:
     return torch.cuda.is_available()
 
 
-def test_the_rest_of_it_runs_on_threads(tmp_path: Path) -> None:
+def test_the_rest_of_it_runs_on_threads(build_dir: Path, tmp_path: Path) -> None:
     result = tmp_path / "one_card.json"
-    done = run_script("--dry-run", "--pattern-s", "1", "--json", str(result), "--build-dir", str(tmp_path / "build"))
+    done = run_script("--dry-run", "--pattern-s", "1", "--json", str(result), "--build-dir", str(build_dir))
     report = json.loads(result.read_text())
     assert done.returncode == 0, json.dumps(report, indent=1)[-6000:] + done.stderr
     sections = {"build", "streams", "replay", "latency", "merge_bandwidth", "pattern"}
@@ -79,7 +85,7 @@ def test_a_section_that_ends_its_process_does_not_end_the_run(tmp_path: Path) ->
     """A module that cannot be loaded: every section fails, each is in the report, and the run comes to its end."""
     folder = tmp_path / "build"
     folder.mkdir()
-    (folder / f"{build.module_name('cpu')}.broken.so").write_text("no module")
+    build.module_file(folder, "cpu").write_text("no module")
     result = tmp_path / "one_card.json"
     done = run_script("--dry-run", "--only", "streams,pattern", "--json", str(result), "--build-dir", str(folder))
     assert done.returncode == 1

@@ -36,8 +36,8 @@ def find_nvcc() -> str:
     raise ToolMissing("nvcc: not on PATH, not in CUDA_HOME, not in /usr/local/cuda")
 
 
-def module_name(target: str) -> str:
-    return f"one_card_{target}"
+def module_file(folder: Path, target: str) -> Path:
+    return folder / f"one_card_{target}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def build(folder: Path, target: str, arch: str = "90a", jobs: int = 0) -> tuple[Path, str]:
@@ -47,7 +47,6 @@ def build(folder: Path, target: str, arch: str = "90a", jobs: int = 0) -> tuple[
     folder.mkdir(parents=True, exist_ok=True)
     includes = [f"-I{CSRC}", f"-I{HERE}", "-isystem", pybind11.get_include(),
                 "-isystem", sysconfig.get_path("include")]  # fmt: skip
-    name = module_name(target)
     host = [os.environ.get("CXX") or "g++", *HOST_FLAGS]
     if target == "cuda":
         gencode = ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
@@ -61,12 +60,18 @@ def build(folder: Path, target: str, arch: str = "90a", jobs: int = 0) -> tuple[
 
     def compile_one(source: Path) -> tuple[str, str]:
         output = folder / f"{source.stem}.{target}.o"
-        compiler = [*host, f"-DDCP_CARD_MODULE={name}"] if source.suffix == ".cpp" else command
-        return str(output), run([*compiler, *includes, "-c", str(source), "-o", str(output)])
+        return str(output), run([*command, *includes, "-c", str(source), "-o", str(output)])
+
+    def compile_bindings() -> tuple[str, str]:  # the same for both targets, and slow to compile
+        output = folder / "module.o"
+        if output.exists():
+            return str(output), ""
+        return str(output), run([*host, "-O0", *includes, "-c", str(HERE / "module.cpp"), "-o", str(output)])
 
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
-        results = list(pool.map(compile_one, [*sources, HERE / "module.cpp"]))
-    module = folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        bindings = pool.submit(compile_bindings)
+        results = [*pool.map(compile_one, sources), bindings.result()]
+    module = module_file(folder, target)
     log = run([*link, *(output for output, _ in results), "-o", str(module)])
     return module, "\n".join([*(text for _, text in results), log])
 
@@ -79,7 +84,7 @@ def run(command: list[str]) -> str:
 
 
 def load(module: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(module.name.partition(".")[0], module)
+    spec = importlib.util.spec_from_file_location("one_card_module", module)
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded

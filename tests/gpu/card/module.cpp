@@ -189,7 +189,7 @@ void bind_steps(py::module_& module) {
 }  // namespace
 }  // namespace one_card
 
-PYBIND11_MODULE(DCP_CARD_MODULE, module) {
+PYBIND11_MODULE(one_card_module, module) {
   using namespace one_card;
   module.attr("has_device") = kHasDevice;
   module.attr("EPOCH_OFFSET") = offsetof(dcp::StreamState, epoch);
