@@ -5,8 +5,12 @@ import pytest
 
 @pytest.fixture(scope="session")
 def one_gpu():
-    from tests.gpu.card.public import missing
+    import os
 
+    from tests.gpu.card.public import missing
+    from tests.gpu.one_card import ENVIRONMENT
+
+    os.environ.update(ENVIRONMENT)  # read when the device is first used
     reason = missing()
     if reason:
         pytest.skip(reason)

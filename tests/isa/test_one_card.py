@@ -82,12 +82,34 @@ def test_the_rest_of_it_runs_on_threads(build_dir: Path, tmp_path: Path) -> None
 
 
 def test_a_section_that_ends_its_process_does_not_end_the_run(tmp_path: Path) -> None:
-    """A module that cannot be loaded: every section fails, each is in the report, and the run comes to its end."""
+    """With a module that aborts when it is loaded: each section is in the report, and the run comes to its end."""
     folder = tmp_path / "build"
     folder.mkdir()
-    build.module_file(folder, "cpu").write_text("no module")
+    source = tmp_path / "module.cpp"
+    source.write_text('#include <cstdlib>\nextern "C" void* PyInit_one_card_module() { abort(); }\n')
+    module = build.module_file(folder, "cpu")
+    subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(module)], check=True)
     result = tmp_path / "one_card.json"
     done = run_script("--dry-run", "--only", "streams,pattern", "--json", str(result), "--build-dir", str(folder))
     assert done.returncode == 1
     sections = json.loads(result.read_text())["sections"]
-    assert set(sections) == {"build", "streams", "pattern"} and "ImportError" in sections["streams"]["traceback"]
+    assert {name: section["passed"] for name, section in sections.items()} == {
+        "build": True, "streams": False, "pattern": False,
+    }  # fmt: skip
+    assert "ended with -6" in sections["streams"]["error"] and "ended with -6" in sections["pattern"]["error"]
+
+
+def test_a_run_ends_at_its_limit(tmp_path: Path) -> None:
+    """With a module that never comes back."""
+    folder = tmp_path / "build"
+    folder.mkdir()
+    source = tmp_path / "module.cpp"
+    source.write_text('#include <unistd.h>\nextern "C" void* PyInit_one_card_module() { for (;;) sleep(1); }\n')
+    module = build.module_file(folder, "cpu")
+    subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(module)], check=True)
+    result = tmp_path / "one_card.json"
+    options = ("--dry-run", "--only", "streams,pattern", "--json", str(result), "--build-dir", str(folder))
+    done = run_script(*options, "--limit-s", "8")
+    assert done.returncode == 1
+    sections = json.loads(result.read_text())["sections"]
+    assert "limit of 8 s" in sections["streams"]["error"] and "not run" in sections["pattern"]["error"]

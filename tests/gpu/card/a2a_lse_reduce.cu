@@ -1,4 +1,5 @@
-// a2a_lse_reduce, and the same with all ranks in one grid: every wire in bf16, push in fp32 too.
+// a2a_lse_reduce, and the same with all ranks in one grid: every wire of the target in bf16, push in fp32
+// too.
 #include "ops/a2a_lse_reduce.cc"
 
 #include "ranks_entry.h"
@@ -15,8 +16,6 @@ Status a2a_ranks(const A2aLseReduceParams* ranks, const A2aLseReduceParams& like
   switch (like.wire) {
     case Wire::kPush:
       return arch::launch_ranks<Kernel<BFloat16, Wire::kPush>>(ranks, num_ranks, launch);
-    case Wire::kPull:
-      return arch::launch_ranks<Kernel<BFloat16, Wire::kPull>>(ranks, num_ranks, launch);
     case Wire::kPacket8:
       return arch::launch_ranks<Kernel<BFloat16, Wire::kPacket8>>(ranks, num_ranks, launch);
     case Wire::kPacket16:

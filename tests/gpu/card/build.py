@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,11 +30,23 @@ class ToolMissing(Exception):
 
 
 def find_nvcc() -> str:
-    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    for candidate in (shutil.which("nvcc"), *(f"{home}/bin/nvcc" for home in homes if home)):
-        if candidate and os.access(candidate, os.X_OK):
+    wheels = [f"{folder}/nvidia/cu13" for folder in sys.path]
+    homes = [home for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda", *wheels) if home]
+    for candidate in map(shutil.which, ("nvcc", *(f"{home}/bin/nvcc" for home in homes))):
+        if candidate:
             return candidate
-    raise ToolMissing("nvcc: not on PATH, not in CUDA_HOME, not in /usr/local/cuda")
+    raise ToolMissing("nvcc: not on PATH, not in CUDA_HOME, /usr/local/cuda or a wheel")
+
+
+def cudart(nvcc: str) -> list[str]:
+    """The run-time library, statically: what nvcc itself would link."""
+    command = [nvcc, "--dryrun", "-shared", "x.o"]
+    shown = subprocess.run(command, check=False, capture_output=True, text=True).stderr
+    folders = re.findall(r'-L([^"\s]+)', "".join(re.findall(r"LIBRARIES=(.*)", shown)))
+    for folder in map(os.path.normpath, folders):
+        if Path(folder, "libcudart_static.a").exists():
+            return [f"{folder}/libcudart_static.a", "-ldl", "-lrt"]
+    raise ToolMissing(f"libcudart_static.a: not in {' '.join(folders) or 'any folder of nvcc'}")
 
 
 def module_file(folder: Path, target: str) -> Path:
@@ -48,15 +61,16 @@ def build(folder: Path, target: str, arch: str = "90a", jobs: int = 0) -> tuple[
     includes = [f"-I{CSRC}", f"-I{HERE}", "-isystem", pybind11.get_include(),
                 "-isystem", sysconfig.get_path("include")]  # fmt: skip
     host = [os.environ.get("CXX") or "g++", *HOST_FLAGS]
+    libraries = []
     if target == "cuda":
+        nvcc = find_nvcc()
         gencode = ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
-        command = [find_nvcc(), *NVCC_FLAGS, *gencode, "--split-compile", str(jobs)]
+        command = [nvcc, *NVCC_FLAGS, *gencode, "--split-compile", str(jobs)]
+        libraries = cudart(nvcc)
         sources = [HERE / f"{stem}.cu" for stem in (*OPS, "steps", "graph")]
-        link = [find_nvcc(), "-shared", "-cudart", "static", *gencode]
     else:
         command = [*host, "-x", "c++", "-DDCP_TARGET_CPU", "-DDCP_NS=baseline"]
         sources = [*(CSRC / "ops" / f"{op}.cc" for op in OPS), HERE / "steps.cu", HERE / "graph.cu"]
-        link = [host[0], "-shared", "-pthread"]
 
     def compile_one(source: Path) -> tuple[str, str]:
         output = folder / f"{source.stem}.{target}.o"
@@ -72,7 +86,8 @@ def build(folder: Path, target: str, arch: str = "90a", jobs: int = 0) -> tuple[
         bindings = pool.submit(compile_bindings)
         results = [*pool.map(compile_one, sources), bindings.result()]
     module = module_file(folder, target)
-    log = run([*link, *(output for output, _ in results), "-o", str(module)])
+    objects = [output for output, _ in results]
+    log = run([host[0], "-shared", "-pthread", *objects, *libraries, "-o", str(module)])
     return module, "\n".join([*(text for _, text in results), log])
 
 

@@ -28,6 +28,11 @@ class Card:
     timeout_s: float = 5.0
     _streams: list[Any] = field(default_factory=list)
 
+    @property
+    def wires(self) -> tuple[str, ...]:
+        """Of the target: payload that stays in its source's memory is for CPUs (csrc/arch/cuda.h: kHasPull)."""
+        return ("push", "packet8", "packet16") if self.device == "cuda" else ("push", "pull", "packet8", "packet16")
+
     def streams(self, num_ranks: int) -> list[int]:
         """The same ones for all regions: a device has as many queues as CUDA_DEVICE_MAX_CONNECTIONS says, and streams
         that share one run one after the other, which kernels that wait for each other do not survive."""

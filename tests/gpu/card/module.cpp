@@ -120,9 +120,9 @@ void bind_query(py::module_& module) {
       cls, "num_parts", "releases", "quantises", "has_units", "source_dtype", "scale", "dtype", "num_tokens",
       "head_bytes", "out", "out_token_stride", "out_head_stride");
   fields<&P::lane, &P::num_local_heads, &P::max_round_rows, &P::buffer_offset, &P::stream_idx, &P::symm,
-         &P::buffers, &P::control, &P::wait>(cls, "lane", "num_local_heads", "max_round_rows",
-                                             "buffer_offset", "stream_idx", "symm", "buffers", "control",
-                                             "wait");
+         &P::buffers, &P::publish_to, &P::control, &P::wait>(cls, "lane", "num_local_heads", "max_round_rows",
+                                                             "buffer_offset", "stream_idx", "symm", "buffers",
+                                                             "publish_to", "control", "wait");
   cls.def("set_part", [](P& p, int index, uint64_t data, int64_t token_stride, int64_t head_stride,
                          int64_t num_bytes, int64_t offset) {
     if (index < 0 || index >= dcp::kMaxQueryParts) throw std::out_of_range("set_part");

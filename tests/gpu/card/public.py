@@ -17,6 +17,8 @@ from tests.a2a_calls import Call, assemble, attempt, config_for, make_call, meet
 from tests.gather_calls import Context, any_bits
 
 DEVICE = "cuda:0"
+# Of every workspace here: all ranks share one device, and what waits must leave room for what it waits for.
+NUM_CHANNELS = 4
 
 
 def missing() -> str:
@@ -68,7 +70,7 @@ def check_merges(num_ranks: int, **fields: Any) -> None:
         make_call(num_ranks, num_tokens, 3 * num_ranks, 64, torch.bfloat16, kind=kind, seed=num_tokens)
         for num_tokens, kind in ((1, "spread"), (0, "spread"), (8, "empty"), (3, "all_empty"), (20, "dominant"))
     ]
-    config = config_for(calls[2], **fields)  # the last one takes rounds
+    config = config_for(calls[2], num_channels=NUM_CHANNELS, **fields)
     there = [on_device(call) for call in calls]
 
     def body(group: Any) -> list[Any]:
@@ -90,7 +92,7 @@ def check_gathers(num_ranks: int) -> None:
     queries = [any_bits((5, 2, dim), torch.bfloat16, seed=rank) for rank in range(num_ranks)]
     numbers = [torch.randn(5, 2, dim, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(num_ranks)]
     context = Context((37, 0, 20), num_ranks, 64, torch.bfloat16)
-    config = WorkspaceConfig(heads, 64, 5, query_head_dim=dim, kv_chunk_rows=16, kv_dim=64)
+    config = WorkspaceConfig(heads, 64, 5, query_head_dim=dim, kv_chunk_rows=16, kv_dim=64, num_channels=NUM_CHANNELS)
 
     def body(group: Any) -> Any:
         with Workspace(group, DEVICE, config) as workspace:
@@ -118,9 +120,10 @@ def check_graphs(num_ranks: int, num_replays: int = 50) -> None:
     """A captured call, replayed over new inputs, between calls that are not captured."""
     calls = [make_call(num_ranks, 4, 2 * num_ranks, 64, torch.bfloat16, kind="spread", seed=seed) for seed in range(4)]
     there = [on_device(call) for call in calls]
+    config = config_for(calls[0], num_channels=NUM_CHANNELS)
 
     def body(group: Any) -> list[Any]:
-        with Workspace(group, DEVICE, config_for(calls[0])) as workspace:
+        with Workspace(group, DEVICE, config) as workspace:
             rank = workspace.rank
             inputs, lses = there[0].outs[rank].clone(), there[0].lses[rank].clone()
             graph = torch.cuda.CUDAGraph()
@@ -160,7 +163,7 @@ def check_lanes(num_ranks: int) -> None:
     there = [on_device(call) for call in calls]
 
     def body(group: Any) -> list[Any]:
-        with Workspace(group, DEVICE, config_for(calls[0], num_lanes=2)) as workspace:
+        with Workspace(group, DEVICE, config_for(calls[0], num_lanes=2, num_channels=NUM_CHANNELS)) as workspace:
             streams, results = [torch.cuda.Stream() for _ in calls], []
             for i in range(20):
                 with torch.cuda.stream(streams[i % 2]):
@@ -178,9 +181,10 @@ def check_timeout(num_ranks: int, timeout_s: float = 2.0) -> None:
     """A rank that does not come: the others name it, within the deadline, and nothing hangs."""
     call = make_call(num_ranks, 4, 2 * num_ranks, 64, torch.bfloat16, kind="spread", seed=0)
     there, late = on_device(call), num_ranks - 1
+    config = config_for(call, timeout_s=timeout_s, num_channels=NUM_CHANNELS)
 
     def body(group: Any) -> Any:
-        with Workspace(group, DEVICE, config_for(call, timeout_s=timeout_s)) as workspace:
+        with Workspace(group, DEVICE, config) as workspace:
             merge(workspace, there)
             torch.cuda.current_stream().synchronize()
             meet(group)

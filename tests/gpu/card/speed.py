@@ -53,7 +53,7 @@ def time_steps(card: Card, steps: list[Any], streams: list[int], calls: int = CA
 def merge_rows(card: Card, deadline: float) -> tuple[list[dict[str, Any]], int]:
     rows, skipped = [], 0
     for num_ranks in (8, 4, 2) if not card.quick else (2,):
-        for wire in ("push", "packet16", "packet8", "pull"):
+        for wire in card.wires:
             for channels in (8, 4, 16, 32, 1):
                 if channels * num_ranks > card.num_sms:
                     continue

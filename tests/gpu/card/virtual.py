@@ -233,7 +233,7 @@ class Ranks:
         p.num_local_heads, p.max_round_rows = layout.num_local_heads, layout.max_num_tokens
         p.buffer_offset = layout.gather_parts["query_gather.buffer"].offset
         p.stream_idx = layout.stream_idx("query_gather", 0)
-        p.symm = p.buffers = self.symm(rank)
+        p.symm = p.buffers = p.publish_to = self.symm(rank)
         p.control, p.wait = self.control, self.wait
         return p
 
