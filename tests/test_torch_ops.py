@@ -13,77 +13,33 @@ import os
 import re
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
 import torch
 
 import dcpkernels
-from dcpkernels import Workspace, WorkspaceConfig
+from dcpkernels import Workspace
 from dcpkernels.errors import DcpError, DcpInvalidArgument
 from dcpkernels.integrations import torch_ops
 from dcpkernels.integrations.torch_ops import TraceableWorkspace, a2a_lse_reduce, query_gather
-from dcpkernels.testing import merge_inputs, run_ranks
+from dcpkernels.testing import run_ranks
 from tests.a2a_calls import same_bits
+from tests.torch_ops_calls import (
+    CONFIG,
+    DIM,
+    HEADS,
+    INDUCTOR,
+    QUERY_DIM,
+    TOKENS,
+    Rank,
+    assert_same,
+    compiled,
+    run_cases,
+)
 
 ROOT = Path(__file__).parents[1]
 RANKS = [1, 2, 3]
-HEADS, DIM, TOKENS, QUERY_DIM = 12, 16, 8, 40
-CONFIG = WorkspaceConfig(
-    HEADS, DIM, TOKENS, torch.float32, num_lanes=2, query_head_dim=QUERY_DIM, query_dtype=torch.float32,
-    # A rank may still be compiling.
-    timeout_s=60.0, first_call_timeout_s=60.0,
-)  # fmt: skip
-
-
-# Else Inductor compiles a program for each instruction set, to see whether it runs: three quarters of the time.
-INDUCTOR = {"TORCHINDUCTOR_VEC_ISA_OK": "0"}
-
-
-class Rank:
-    """What a case works on: one rank's workspace, and inputs of any number of tokens."""
-
-    def __init__(self, workspace):
-        self.workspace, self.traceable = workspace, TraceableWorkspace(workspace)
-        self.num_ranks, self.rank = workspace.num_ranks, workspace.rank
-
-    def partials(self, num_tokens=4, kind="empty", seed=0):
-        outs, lses = merge_inputs(self.num_ranks, num_tokens, HEADS, DIM, torch.float32, kind=kind, seed=seed)
-        return outs[self.rank], lses[self.rank]
-
-    def query(self, num_tokens=4, head_dim=QUERY_DIM, seed=0):
-        generator = torch.Generator().manual_seed(100 * seed + self.rank)
-        return torch.randn(num_tokens, HEADS // self.num_ranks, head_dim, generator=generator)
-
-    def lengths(self, num_tokens):
-        """One sequence for each token but the last, which is padding; the first one has nothing on this rank."""
-        seq_lens = torch.ones(max(num_tokens - 1, 0), dtype=torch.int32)
-        seq_lens[:1] = 0
-        return {"seq_lens": seq_lens, "query_start_loc": torch.arange(len(seq_lens) + 1, dtype=torch.int32)}
-
-    def merged(self, *partials, **arguments):
-        return dcpkernels.a2a_lse_reduce(*partials, workspace=self.workspace, **{"lse_base": "e", **arguments})
-
-    def gathered(self, query, **arguments):
-        """In a tensor of its own, by the way without `out`."""
-        view = dcpkernels.query_gather(query, workspace=self.workspace, **arguments)
-        result = view.clone()
-        dcpkernels.release_query(workspace=self.workspace, lane=arguments.get("lane", 0))
-        return result
-
-    def counted(self, function, *arguments):
-        """Its result, and the calls that the rank made in it: those of the workspace, and those that `state` counts."""
-        counts = [self.workspace.stats()["num_calls"], *self.traceable.state.tolist()]
-        result = function(*arguments)
-        after = [self.workspace.stats()["num_calls"], *self.traceable.state.tolist()]
-        return result, [b - a for a, b in zip(counts, after, strict=True)]
-
-
-def assert_same(found, expected):
-    assert len(found) == len(expected)
-    for i, (left, right) in enumerate(zip(found, expected, strict=True)):
-        assert same_bits(left, right), i
 
 
 # -- eager: the op is the function
@@ -157,10 +113,6 @@ def test_opcheck():
 # -- compiled: cases, each run by all ranks of a group
 
 
-def compiled(function):
-    return torch.compile(function, fullgraph=True, backend="inductor")
-
-
 def two_equal_merges(rank):
     partials = rank.partials()
 
@@ -204,6 +156,27 @@ def two_equal_gathers(rank):
     found, calls = rank.counted(function, query)
     assert calls == [2, 2, 0]
     assert_same(found, [rank.gathered(query)] * 2)
+
+
+def two_equal_calls_where_gradients_flow(rank):
+    """Only here does torch merge what is equal: in graphs that it splits into forward and backward. Results that are
+    returned it leaves alone, so these are used up."""
+    partials, query = rank.partials(kind="spread"), rank.query()
+    shapes = (4, HEADS // rank.num_ranks, DIM), (4, HEADS, QUERY_DIM)
+    weights = [torch.rand(*shape).requires_grad_() for shape in shapes]
+
+    @compiled
+    def function(partial_out, partial_lse, query, *weights):
+        merged = [rank.traceable.a2a_lse_reduce(partial_out, partial_lse, lse_base="e") for _ in range(2)]
+        gathered = [rank.traceable.query_gather(query, lane=1) for _ in range(2)]
+        return (merged[0] - 2 * merged[1]) * weights[0], (gathered[0] - 2 * gathered[1]) * weights[1]
+
+    found, calls = rank.counted(function, *partials, query, *weights)
+    assert calls == [4, 2, 2]
+    merged, gathered = rank.merged(*partials), rank.gathered(query)
+    assert_same([part.detach() for part in found], [-merged * weights[0].detach(), -gathered * weights[1].detach()])
+    sum(part.sum() for part in found).backward()
+    assert_same([weight.grad for weight in weights], (-merged, -gathered))
 
 
 def unused_results(rank):
@@ -327,6 +300,7 @@ CASES = [
     two_equal_merges,
     two_equal_calls_into_one_tensor,
     two_equal_gathers,
+    two_equal_calls_where_gradients_flow,
     unused_results,
     in_place_after_a_gather,
     order_on_a_lane,
@@ -337,21 +311,6 @@ CASES = [
 ]
 
 
-def run_cases(group, cache):
-    """What went wrong, by case."""
-    os.environ.update(INDUCTOR, TORCHINDUCTOR_CACHE_DIR=cache)
-    import torch._inductor.config
-
-    torch._inductor.config.compile_threads = 1  # no pool of processes besides the ranks
-    rank, wrong = Rank(Workspace(group, config=CONFIG)), {}
-    for case in CASES:
-        try:
-            case(rank)
-        except (Exception, pytest.fail.Exception):  # noqa: BLE001  the other cases are to run
-            wrong[case.__name__] = traceback.format_exc()
-    return wrong
-
-
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return str(tmp_path_factory.mktemp("inductor"))
@@ -359,7 +318,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=RANKS, ids=lambda num_ranks: f"{num_ranks} ranks")
 def wrong(request, cache):
-    return run_ranks(run_cases, request.param, cache, mode="process", timeout_s=150)
+    return run_ranks(run_cases, request.param, CASES, cache, mode="process", timeout_s=300)
 
 
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])
