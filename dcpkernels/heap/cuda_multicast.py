@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dcpkernels.errors import DcpError, DcpTimeout
+from dcpkernels.errors import DcpError
 from dcpkernels.heap.cuda_driver import FABRIC, FD, NONE, Driver
 from dcpkernels.heap.cuda_region import Handle, Mapping, Region
 from dcpkernels.heap.group import Deadline, Group
@@ -175,11 +175,10 @@ class Multicast:
 
 
 def _vote(group: Group, step: str, work: Callable[[], Any], deadline: Deadline) -> list[Any]:
-    """Every rank's result, or _Refused on all ranks. A late or lost rank is an error, as everywhere."""
+    """Every rank's result, or _Refused on all ranks. A late or lost rank ends the vote too, by an error, as everywhere."""
     result, error = attempt(work)
-    fatal = error if isinstance(error, DcpTimeout) else None
     text = None if error is None else describe(error)[1]
-    votes = agree(group, f"{_OP}: {step}", (result, text), fatal, timeout_s=deadline.for_call())
+    votes = agree(group, f"{_OP}: {step}", (result, text), timeout_s=deadline.for_call())
     for rank, (_, why) in enumerate(votes):
         if why is not None:
             raise _Refused(f"no: rank {rank}: {why}")

@@ -10,6 +10,7 @@ import pytest
 from dcpkernels.errors import DcpError, DcpInvalidArgument
 from dcpkernels.heap.group import as_group
 from dcpkernels.testing import run_ranks
+from tests.cuda import fake_memory
 from tests.cuda.fake_driver import FakeDriver
 from tests.cuda.heap_calls import (
     CONTROL_NBYTES,
@@ -58,6 +59,8 @@ def _see_each_other(group, fake):
         assert read(base, NBYTES) == start[peer] + bytes(NBYTES - CONTROL_NBYTES)
     table = (ctypes.c_uint64 * num_ranks).from_address(heap.bases_table)
     assert list(table) == heap.bases and heap.bases_table >= heap.bases[rank] + NBYTES
+    meet(group)
+    assert fake_memory.files() == len({id(memory) for memory in fake.handles.values()})  # none that was handed over
     # Loads and stores by the CPU say nothing of the device's; and multicast is for the own device.
     assert all(rank in fake.mapping_at(base, NBYTES)[1].ordinals for base in heap.bases)
     assert fake.mapping_at(heap.multicast, NBYTES)[1].ordinals == {rank}
@@ -106,7 +109,9 @@ def _sizes(group, fake, sizes):
         fake.multimem_store(heap.multicast + nbytes - 1, b"m")
         meet(group)
         assert heap.read(nbytes - 1, 1) == b"m"
-        # The table is behind the region, aligned, and inside the allocation.
+        # Rounded up, with the table, to the smallest size that both granularities allow.
+        behind = -(-nbytes // 256) * 256 + 8 * num_ranks
+        assert {mapping.nbytes for mapping in fake.mapped.values()} == {-(-behind // (128 << 10)) * (128 << 10)}
         assert heap.bases_table % 256 == 0 and heap.bases_table >= heap.bases[rank] + nbytes
         assert list((ctypes.c_uint64 * num_ranks).from_address(heap.bases_table)) == heap.bases
         meet(group)
