@@ -29,6 +29,7 @@ BARRIER = "barrier"
 PUBLISH_BARRIER = "publish barrier"  # a barrier after which one thread's release covers the stores of all
 MULTICAST_STORE = "multicast store"  # reaches all ranks
 ALIAS_FENCE = "fence between aliases"  # orders accesses of one location by two addresses
+LOAD_128, STORE_128 = "load of 16 bytes", "store of 16 bytes"  # in one instruction
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Kernel:
     events: list[Event] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)  # of the lint
     lines: frozenset[str] = frozenset()  # all that has become code
+    ordered: list[Instruction] = field(default_factory=list)  # NVIDIA: all that tests/isa/ordered.py asks about
     # What an intermediate language says that instructions do not: NVIDIA, how often each PTX instruction is there.
     ptx: Counter[str] = field(default_factory=Counter)
 
@@ -119,20 +121,33 @@ def short_names(mangled: list[str], csrc: Path = CSRC) -> dict[str, str]:
     return names
 
 
+def places(path: str, text: str, what: str, csrc: Path) -> set[str]:
+    """The lines of a file that hold `text`."""
+    source = (csrc / path).read_text().splitlines()
+    found = {f"{path}:{number}" for number, line in enumerate(source, 1) if text in line}
+    assert found, f"{path} has no line with `{text}`; where is {what} now?"
+    return found
+
+
 COLUMNS = ("arch", "kernel", "registers", "spills", "local", "shared", "release", "acquire", "atomics", "barriers",
-           "multicast", "aliases")  # fmt: skip
+           "multicast", "aliases", "loads 128", "stores 128")  # fmt: skip
 
 
-def table(kernels: list[Kernel]) -> str:
-    rows: list[tuple[object, ...]] = [COLUMNS]
-    rows += [
+def rows_of(kernels: list[Kernel]) -> list[tuple[object, ...]]:
+    """Of the table, in the order of COLUMNS."""
+    return [
         (
             k.arch, k.name, k.registers, k.spills, k.local_bytes, k.shared_bytes, k.count(RELEASE_STORE),
             k.count(ACQUIRE_LOAD, LOAD_AFTER_READS), k.count(COMPARE_EXCHANGE, FETCH_ADD),
-            k.count(BARRIER, PUBLISH_BARRIER), k.count(MULTICAST_STORE), k.count(ALIAS_FENCE),
+            k.count(BARRIER, PUBLISH_BARRIER), k.count(MULTICAST_STORE), k.count(ALIAS_FENCE), k.count(LOAD_128),
+            k.count(STORE_128),
         )
         for k in kernels
     ]  # fmt: skip
+
+
+def table(kernels: list[Kernel]) -> str:
+    rows = [COLUMNS, *rows_of(kernels)]
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(COLUMNS))]
     return "\n".join(
         "  ".join(

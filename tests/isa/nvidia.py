@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from tests.isa import ordered
 from tests.isa.compiled import (
     ACQUIRE_LOAD,
     ALIAS_FENCE,
@@ -14,10 +15,12 @@ from tests.isa.compiled import (
     COMPARE_EXCHANGE,
     CSRC,
     FETCH_ADD,
+    LOAD_128,
     LOAD_AFTER_READS,
     MULTICAST_STORE,
     PUBLISH_BARRIER,
     RELEASE_STORE,
+    STORE_128,
     Event,
     Instruction,
     Kernel,
@@ -56,7 +59,9 @@ def compile_kernels(arch: str, source: Path, folder: Path, csrc: Path = CSRC) ->
         kernels[symbol].ptx = count
     for symbol, instructions in read_sass(sass, csrc).items():
         kernels[symbol].lines = frozenset(line for instruction in instructions for line in instruction.lines)
-        kernels[symbol].events = ordered_events(instructions)
+        has_multicast = any(name.startswith("multimem.") for name in kernels[symbol].ptx)
+        kernels[symbol].events = [*ordered_events(instructions, has_multicast), *wide_events(instructions)]
+        kernels[symbol].ordered = [instruction for instruction in instructions if ordered.kind_of(instruction)]
         kernels[symbol].findings = lint(instructions)
     return sorted(kernels.values(), key=lambda kernel: kernel.name)
 
@@ -105,10 +110,17 @@ def read_sass(text: str, csrc: Path = CSRC) -> dict[str, list[Instruction]]:
     return kernels
 
 
-def ordered_events(instructions: list[Instruction]) -> list[Event]:
+def wide_events(instructions: list[Instruction]) -> list[Event]:
+    """Loads and stores of 16 bytes, ordered or not."""
+    kinds = {"L": LOAD_128, "S": STORE_128}
+    found = [(re.search(r"\b(L|S)(?:D|DG|T|TG)\.E\S*\.128\b", now.text), now.lines) for now in instructions]
+    return [Event(kinds[wide[1]], lines) for wide, lines in found if wide]
+
+
+def ordered_events(instructions: list[Instruction], has_multicast: bool = False) -> list[Event]:
     """A release is a MEMBAR and a STRONG store of one PTX instruction; an acquire is a STRONG load and the CCTL.IVALL
     that empties the L1 behind it. A fence between aliases is the strongest MEMBAR, and empties the L1. A store to all ranks
-    looks like any store of the system; only the PTX tells (Site.ptx)."""
+    looks like any store of the system, and like that of a packet; only the PTX tells (`has_multicast`, Site.ptx)."""
     events = []
     fence: Instruction | None = None  # the last MEMBAR of the system with no store or atomic behind it
     has_loaded = False  # a load since then
@@ -123,7 +135,7 @@ def ordered_events(instructions: list[Instruction]) -> list[Event]:
         elif re.match(r"(ST|STG)\.E.*STRONG\.SYS", op):
             if fence and fence.lines == now.lines:
                 events.append(Event(RELEASE_STORE, now.lines))
-            elif ".128." in op:
+            elif ".128." in op and has_multicast:
                 events.append(Event(MULTICAST_STORE, now.lines))
             fence = None
         elif re.match(r"(ATOM|ATOMG)\.E\.CAS\.64\.STRONG\.SYS", op):

@@ -12,12 +12,16 @@ from tests.isa.compiled import (
     COMPARE_EXCHANGE,
     CSRC,
     FETCH_ADD,
+    LOAD_128,
     LOAD_AFTER_READS,
     MULTICAST_STORE,
     PUBLISH_BARRIER,
     RELEASE_STORE,
+    STORE_128,
     Kernel,
+    places,
 )
+from tests.isa.ordered import unexpected
 
 # Kernels that take part in rounds. PackKernel, MergeKernel and DiscardKernel order nothing.
 REDUCES = r"Kernel<\w+, k|Probe<"
@@ -43,6 +47,7 @@ class Site:
     kernels: str = EXCHANGES
     archs: str = ""  # all
     ptx: str = ""  # the PTX instruction that it must have been, where the instruction alone does not tell
+    at_least: int = 1  # so many of them
 
     def holds_for(self, kernel: Kernel) -> bool:
         return bool(re.match(self.kernels, kernel.name) and re.match(self.archs, kernel.arch))
@@ -110,15 +115,46 @@ SITES = (
          ALIAS_FENCE, "ops/link_check.cc", "arch::broadcast_arrived(true);", CHECKS_LINKS, NVIDIA, "fence.proxy.alias"),
 )  # fmt: skip
 
+# Where payload goes through registers: 16 bytes an instruction, wherever addresses allow it. All of a loop's loads are to
+# be in flight at once; of packets of 128 bytes, and of long copies, those of 4 turns.
+COPIES = r"Kernel<\w+, k(Push|Pull)>|PackKernel"
+MERGES = rf"{REDUCES}|MergeKernel"
+LINES, PACKETS_16 = r"Kernel<\w+, kPacket128>", r"Kernel<\w+, kPacket16>"
+
+
+def wide(step: str, path: str, text: str, kernels: str, at_least: int = 1, kinds: str = "load store") -> tuple[Site, ...]:
+    each = {"load": LOAD_128, "store": STORE_128}
+    return tuple(Site(step, each[kind], path, text, kernels, NVIDIA, at_least=at_least) for kind in kinds.split())
+
+
+SITES += (
+    *wide("publish: heads side by side", "ops/a2a_lse_reduce.cc",
+          "stores.copy(cta, to, own_head<T>(p, token, first_head), head_bytes * num_heads);", COPIES, 5),
+    *wide("publish: heads apart", "ops/a2a_lse_reduce.cc", "stores.copy(cta, to + h * head_bytes,", COPIES, 5),
+    *wide("publish: packets of 128, from the source", "core/packet.h", "return arch::load_words<4>(from);", LINES, 4, "load"),
+    *wide("publish: packets of 128, to the peer", "arch/cuda_line.h", "store_relaxed_16(static_cast<char*>(packets)", LINES, 4,
+          "store"),
+    *wide("receive: packets of 128", "arch/cuda_line.h", "load_relaxed_16(static_cast<const char*>(packets)", LINES, 4, "load"),
+    *wide("receive: packets of 128, into a plain row", "core/packet.h", "arch::store_words<4>(plain + at, words);", LINES, 4,
+          "store"),
+    *wide("publish: packets of 16", "arch/cuda.h", "store_relaxed_16(packet, words);", PACKETS_16, 1, "store"),
+    *wide("receive: packets of 16", "arch/cuda.h", "const Words16 words = load_relaxed_16(packet);", PACKETS_16, 1, "load"),
+    *wide("reduce: rows of all shards", "core/tile.h", "Vec::load(source + v * Vec::kElements)", MERGES, 1, "load"),
+    *wide("reduce: the output", "core/tile.h", "kStream ? sum[v].stream(to) : sum[v].store(to);", MERGES, 1, "store"),
+    *wide("publish to all: a row, by multicast", "core/broadcast.h", "stores_.copy_multicast(threads,",
+          rf"{COPIES_QUERY}|{STARTS_KV}", 4),
+    *wide("publish to all: a row, to one after the other", "core/broadcast.h", "stores_.copy_to_all(threads,",
+          rf"{COPIES_QUERY}|{STARTS_KV}", 4),
+    *wide("publish to all: elements to round", "ops/query_gather.cc", "arch::load_elements(from + at, values);", QUANTISES, 1,
+          "load"),
+    *wide("publish to all: rounded elements, to one after the other", "core/broadcast.h", "arch::store_16(symm_at<void>(buffers_",
+          QUANTISES, 1, "store"),
+    *wide("copy the query out", "ops/query_gather.cc", "stores.copy(lanes, to, symm_own<char>(p.buffers", GATHERS_QUERY, 5),
+    *wide("dequantise", "ops/kv_gather.cc", "arch::map_elements(lanes, to, from, p.row_bytes,", WAITS_KV),
+)  # fmt: skip
+
 # Where a target has no multicast, the question whether a call uses it is no code.
 ASKS_FOR_MULTICAST = "core/symm.h", "arch::kHasMulticast && symm.multicast != 0;"
-
-
-def places(path: str, text: str, what: str, csrc: Path) -> set[str]:
-    source = (csrc / path).read_text().splitlines()
-    found = {f"{path}:{number}" for number, line in enumerate(source, 1) if text in line}
-    assert found, f"{path} has no line with `{text}`; where is {what} now?"
-    return found
 
 
 def missing_sites(kernel: Kernel, csrc: Path = CSRC) -> list[str]:
@@ -128,9 +164,12 @@ def missing_sites(kernel: Kernel, csrc: Path = CSRC) -> list[str]:
         if not site.holds_for(kernel):
             continue
         lines = places(site.path, site.text, f"the {site.kind} of `{site.step}`", csrc)
-        is_there = any(event.kind == site.kind and lines & set(event.lines) for event in kernel.events)
-        if not is_there or (site.ptx and kernel.ptx[site.ptx] == 0):
+        count = sum(event.kind == site.kind and bool(lines & set(event.lines)) for event in kernel.events)
+        if count == 0 or (site.ptx and kernel.ptx[site.ptx] == 0):
             missing.append(f"{kernel.arch} {kernel.name}: {site.step}: no {site.kind} at {site.path}: {site.text}")
+        elif count < site.at_least:
+            few = f"{count} {site.kind} and not {site.at_least}"
+            missing.append(f"{kernel.arch} {kernel.name}: {site.step}: {few} at {site.path}: {site.text}")
     if not re.match(NVIDIA, kernel.arch):
         path, text = ASKS_FOR_MULTICAST
         if places(path, text, "the question for multicast", csrc) & kernel.lines:
@@ -147,4 +186,5 @@ def faults(kernels: list[Kernel], csrc: Path = CSRC) -> list[str]:
             found.append(f"{where}: {kernel.spills} spilled, {kernel.local_bytes} bytes of local memory a thread")
         found += [f"{where}: {finding}" for finding in kernel.findings]
         found += missing_sites(kernel, csrc)
+        found += unexpected(kernel, csrc)
     return found

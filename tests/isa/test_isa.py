@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.isa import amd, nvidia
+from tests.isa import amd, nvidia, write_table
 from tests.isa.compiled import CSRC, Instruction, Kernel, ToolMissing, run_tool
 from tests.isa.sites import SITES, faults
 
@@ -70,6 +70,15 @@ def test_ops_compile_as_meant(arch: str, compiles: Callable[[str], list[Kernel]]
     assert faults(kernels) == []
 
 
+def test_the_table_in_the_docs_is_of_this_code(compiles: Callable[[str], list[Kernel]]) -> None:
+    need_tools(nvidia)
+    version = write_table.nvcc_version()
+    if f"By nvcc {version}." not in write_table.committed():
+        pytest.skip(f"the table is by another nvcc than {version}")
+    expected = write_table.written({arch: compiles(arch) for arch in nvidia.ARCHS}, version)
+    assert write_table.committed() == expected, "run: python -m tests.isa.write_table"
+
+
 # -- the gate can fail: one broken line each
 
 
@@ -101,6 +110,14 @@ PART_ARRAY = """QueryPart parts[kMaxQueryParts];
 ASM_STORE = """const Words4 v = {words.word[0], words.word[1], words.word[2], words.word[3]};
   asm volatile("global_store_dwordx4 %0, %1, off" ::"v"(to), "v"(v) : "memory");
   """
+ASSIGNMENT = """*static_cast<uint4*>(to) = make_uint4(words.word[0], words.word[1], words.word[2], words.word[3]);
+  """
+TWO_LOADS = """const uint2* halves = static_cast<const uint2*>(from);
+  asm volatile("" ::: "memory");
+  const uint2 low = halves[0];
+  asm volatile("" ::: "memory");
+  const uint2 high = halves[1];
+  const uint4 v = make_uint4(low.x, low.y, high.x, high.y);"""
 BREAKS = {
     # arch, file, what is there, what is put in its place, part of a finding
     "cuda: the release store is a relaxed one":
@@ -144,6 +161,24 @@ BREAKS = {
         ("gfx942", "core/channel.h", "arch::signal_flag(flag_at(peer, symm_.rank), expected_flag(),",
          "arch::store_relaxed_sys(&flag_at(peer, symm_.rank)->value, expected_flag()); (void)(",
          "where is the release store"),
+    "cuda: 16 bytes as the compiler likes":
+        ("sm_90a", "arch/cuda.h", 'asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::', ASSIGNMENT + 'asm volatile("" ::',
+         "no store of 16 bytes at core/tile.h"),
+    "cuda: 16 bytes in two loads":
+        ("sm_90a", "arch/cuda.h", "const uint4 v = *static_cast<const uint4*>(from);", TWO_LOADS,
+         "no load of 16 bytes at core/tile.h"),
+    "cuda: a poll of poison that the system orders twice":
+        ("sm_90a", "core/channel.h", "const bool faulted = cta_.thread_rank() == 0 && is_poisoned(symm_, control_);",
+         "arch::load_after_reads_sys(own_poison(symm_, control_));\n"
+         "    const bool faulted = cta_.thread_rank() == 0 && is_poisoned(symm_, control_);",
+         "a fence that no list names, at core/channel.h"),
+    "cuda: a flag of the host is stored with order":
+        ("sm_90a", "core/channel.h", "arch::store_relaxed_sys(&state_->call, call_);", "arch::store_release_sys(&state_->call, call_);",
+         "has no line with `arch::store_relaxed_sys(&state_->call, call_);`"),
+    "cuda: an access of the system that no list names":
+        ("sm_90a", "core/tile.h", "kStream ? sum[v].stream(to) : sum[v].store(to);",
+         "kStream ? sum[v].stream(to) : sum[v].store(to); arch::store_relaxed_sys(reinterpret_cast<uint32_t*>(to), 0u);",
+         "a store that no list names, at core/tile.h"),
     "core: the epoch is stored without order":
         ("sm_90a", "core/channel.h", "arch::store_release_sys(last_epoch(), epoch_);",
          "arch::store_relaxed_sys(last_epoch(), epoch_);", "where is the release store"),
