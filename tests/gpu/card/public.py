@@ -188,10 +188,10 @@ def check_timeout(num_ranks: int, timeout_s: float = 2.0) -> None:
             merge(workspace, there)
             torch.cuda.current_stream().synchronize()
             meet(group)
-            if workspace.rank != late:
-                merge(workspace, there)
 
-            def finish() -> None:
+            def finish() -> None:  # the call only enqueues: `check` tells what became of it
+                if workspace.rank != late:
+                    merge(workspace, there)
                 torch.cuda.current_stream().synchronize()
                 workspace.check()
 
