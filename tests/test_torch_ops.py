@@ -424,6 +424,6 @@ def test_the_package_registers_nothing():
         assert not [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("dcpkernels::")]
         import dcpkernels.integrations.torch_ops
         names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("dcpkernels::")]
-        assert sorted(names) == ["dcpkernels::a2a_lse_reduce", "dcpkernels::query_gather"], names
+        assert sorted(names) == [f"dcpkernels::{op}" for op in ("a2a_lse_reduce", "kv_gather", "query_gather")], names
     """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})

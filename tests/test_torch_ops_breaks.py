@@ -1,5 +1,5 @@
-"""Cases of test_torch_ops.py, on ops that lack one of the protections: each has to fail, on every rank. One that passes
-here shows nothing there.
+"""Cases of test_torch_ops.py and test_torch_ops_kv_gather.py, on ops that lack one of the protections: each has to
+fail, on every rank. One that passes here shows nothing there.
 
 Seen with torch 2.13: what `state` prevents is that calls are dropped and swapped; what a mutated `out` prevents is that
 it is read too early; either prevents that equal calls are merged, which torch does in graphs with a backward only.
@@ -19,17 +19,34 @@ import dcpkernels
 from dcpkernels.integrations import torch_ops
 from dcpkernels.integrations.torch_ops import TraceableWorkspace
 from dcpkernels.testing import run_ranks
-from tests import test_torch_ops as cases
+from tests.test_torch_ops import (
+    in_place_after_a_gather,
+    two_equal_calls_into_one_tensor,
+    two_equal_calls_where_gradients_flow,
+    unused_results,
+)
+from tests.test_torch_ops_kv_gather import (
+    an_unused_kv_gather,
+    in_place_after_a_kv_gather,
+    two_equal_kv_gathers_into_one_tensor,
+)
 from tests.torch_ops_calls import run_cases
 
-DECLARED = {"a2a_lse_reduce": ("out", "lse_out", "state"), "query_gather": ("out", "state")}
-# What the op declares instead -> cases that must see it.
-BREAKS = {
-    "no state": (lambda names: names[:-1], ["unused_results"]),
-    "no output": (lambda names: names[-1:], ["in_place_after_a_gather"]),
-    "nothing": (lambda names: (), ["two_equal_calls_into_one_tensor"]),
+# What each op declares, and what it declares instead.
+DECLARED = {
+    "a2a_lse_reduce": ("out", "lse_out", "state"),
+    "query_gather": ("out", "state"),
+    "kv_gather": ("out", "state"),
 }
-RETURNING = ["two_equal_calls_where_gradients_flow", "unused_results"]
+BREAKS = {"no state": lambda names: names[:-1], "no output": lambda names: names[-1:], "nothing": lambda names: ()}
+# Who must see it.
+SEEN_BY = {
+    "no state": (unused_results, an_unused_kv_gather),
+    "no output": (in_place_after_a_gather, in_place_after_a_kv_gather),
+    "nothing": (two_equal_calls_into_one_tensor, two_equal_kv_gathers_into_one_tensor),
+}
+RETURNING = (two_equal_calls_where_gradients_flow, unused_results)
+CASES = {case.__name__: case for pair in (*SEEN_BY.values(), RETURNING) for case in pair}
 
 
 def broken(op, what, folder):
@@ -38,7 +55,7 @@ def broken(op, what, folder):
     source, declared = Path(torch_ops.__file__).read_text(), DECLARED[op]
     line = f'"dcpkernels::{op}", mutates_args={declared!r}'.replace("'", '"')
     assert source.count(line) == 1
-    changed = f'"dcpkernels::{op}", mutates_args={BREAKS[what][0](declared)!r}'
+    changed = f'"dcpkernels::{op}", mutates_args={BREAKS[what](declared)!r}'
     source = (
         source.replace(line, changed).replace("dcpkernels::", f"{name}::").replace("ops.dcpkernels.", f"ops.{name}.")
     )
@@ -47,6 +64,7 @@ def broken(op, what, folder):
     spec = importlib.util.spec_from_file_location(name, file)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module._plans = torch_ops._plans  # in which the cases register
     return module
 
 
@@ -97,7 +115,7 @@ class Case:
 
     def __call__(self, rank):
         rank.traceable = self._make(rank.workspace, *self._arguments)
-        getattr(cases, self.__name__.split(", ")[-1])(rank)
+        CASES[self.__name__.split(", ")[-1]](rank)
 
 
 def make_broken(workspace, op, what, folder):
@@ -108,8 +126,10 @@ def make_returning(workspace):
     return Returning(workspace)
 
 
-BROKEN = [f"{op}, {what}, {case}" for op in DECLARED for what, (_, seen_by) in BREAKS.items() for case in seen_by]
-NAMES = [*BROKEN, *(f"both, returning, {case}" for case in RETURNING)]
+NAMES = [
+    *(f"{op}, {what}, {SEEN_BY[what][op == 'kv_gather'].__name__}" for op in DECLARED for what in BREAKS),
+    *(f"both, returning, {case.__name__}" for case in RETURNING),
+]
 
 
 def run_broken(group, folder):

@@ -13,12 +13,13 @@ from dcpkernels import Workspace, WorkspaceConfig
 from dcpkernels.integrations.torch_ops import TraceableWorkspace
 from dcpkernels.testing import merge_inputs
 from tests.a2a_calls import same_bits
+from tests.gather_calls import Context
 
-HEADS, DIM, TOKENS, QUERY_DIM = 12, 16, 8, 40
+HEADS, DIM, TOKENS, QUERY_DIM, CHUNK_ROWS, KV_DIM = 12, 16, 8, 40, 12, 16
 CONFIG = WorkspaceConfig(
     HEADS, DIM, TOKENS, torch.float32, num_lanes=2, query_head_dim=QUERY_DIM, query_dtype=torch.float32,
     # A rank may still be compiling.
-    timeout_s=150.0, first_call_timeout_s=150.0,
+    timeout_s=150.0, first_call_timeout_s=150.0, kv_chunk_rows=CHUNK_ROWS, kv_dim=KV_DIM, kv_dtype=torch.float32,
 )  # fmt: skip
 
 
@@ -46,6 +47,14 @@ class Rank:
         seq_lens = torch.ones(max(num_tokens - 1, 0), dtype=torch.int32)
         seq_lens[:1] = 0
         return {"seq_lens": seq_lens, "query_start_loc": torch.arange(len(seq_lens) + 1, dtype=torch.int32)}
+
+    def context(self, lens=(9, 0, 14), dtype=torch.float32):
+        """(cache, plan) of this rank, and all rows in sequence order. Small numbers, to calculate with."""
+        context = Context(lens, self.num_ranks, KV_DIM, dtype, block_size=4)
+        cache, rows = (
+            part.float().nan_to_num(1).clamp(-9, 9).to(dtype) for part in (context.caches[self.rank], context.rows)
+        )
+        return cache, context.plan(self.rank, CHUNK_ROWS), rows
 
     def merged(self, *partials, **arguments):
         return dcpkernels.a2a_lse_reduce(*partials, workspace=self.workspace, **{"lse_base": "e", **arguments})

@@ -33,33 +33,35 @@ from dcpkernels.errors import DcpInvalidArgument
 
 
 class _Registry:
-    """Workspaces by number, none of which it keeps alive. A number is never given twice, so that an old one in a
-    compiled graph cannot come to mean another workspace."""
+    """Objects of a kind by number, none of which it keeps alive. A number is never given twice, so that an old one in a
+    compiled graph cannot come to mean another object."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
         self._lock = threading.Lock()
         self._handles = itertools.count(1)
-        self._workspaces: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def register(self, workspace: Any) -> int:
+    def register(self, obj: Any) -> int:
         with self._lock:
-            for handle, known in self._workspaces.items():
-                if known is workspace:
+            for handle, known in self._objects.items():
+                if known is obj:
                     return handle
             handle = next(self._handles)
-            self._workspaces[handle] = workspace
+            self._objects[handle] = obj
             return handle
 
     def find(self, op: str, handle: int) -> Any:
-        workspace = self._workspaces.get(handle)
-        if workspace is None:
-            rule = "handle must be that of a workspace which still exists"
-            raise DcpInvalidArgument(f"{op}: {rule} (got {handle}: never given, or its workspace is gone)")
-        return workspace
+        obj = self._objects.get(handle)
+        if obj is None:
+            rule = f"handle must be that of a {self._kind} which still exists"
+            raise DcpInvalidArgument(f"{op}: {rule} (got {handle}: never given, or its {self._kind} is gone)")
+        return obj
 
 
 # importlib.reload runs this again: handles that graphs hold stay good.
-_registry: _Registry = globals().get("_registry") or _Registry()
+_registry: _Registry = globals().get("_registry") or _Registry("workspace")
+_plans: _Registry = globals().get("_plans") or _Registry("plan")
 
 
 def register(workspace: dcpkernels.Workspace) -> int:
@@ -124,12 +126,52 @@ def _query_gather_op(
     state[lane].add_(1)
 
 
+@torch.library.custom_op("dcpkernels::kv_gather", mutates_args=("out", "state"), device_types="cpu")
+def _kv_gather_op(
+    kv_cache: Tensor,
+    plan: Tensor,
+    out: Tensor,
+    state: Tensor,
+    handle: int,
+    chunk_idx: int,
+    scale: float | None = None,
+    scale_tensor: Tensor | None = None,
+    lane: int = 0,
+) -> None:
+    """`dcpkernels.kv_gather` into the first rows of `out` [rows or more, Dkv]; `plan` has the handle of the plan."""
+    op = "kv_gather"
+    workspace = _find(op, handle, state)
+    if plan.dtype is not torch.int64 or tuple(plan.shape) != (1,):
+        raise DcpInvalidArgument(f"{op}: plan must be an int64 tensor [1] (got {plan.dtype}, {list(plan.shape)})")
+    found = _plans.find(op, int(plan))
+    if scale is not None and scale_tensor is not None:
+        raise DcpInvalidArgument(f"{op}: scale must be a number or a tensor (got scale and scale_tensor)")
+    rows, dim = found.num_rows(chunk_idx), kv_cache.shape[-1]
+    # Without kv_chunk_rows it is the function that refuses, as it does everything else.
+    if workspace.config.kv_chunk_rows > 0 and (out.dim() != 2 or out.shape[0] < rows or out.shape[1] != dim):
+        raise DcpInvalidArgument(f"{op}: out must have shape [{rows} or more, {dim}] (got {list(out.shape)})")
+    arguments: dict[str, Any] = {"workspace": workspace, "lane": lane}
+    if scale is None and scale_tensor is None:
+        if out.dtype is not kv_cache.dtype:
+            raise DcpInvalidArgument(f"{op}: out must have kv_cache's dtype {kv_cache.dtype} (got {out.dtype})")
+        out[:rows].copy_(dcpkernels.kv_gather(kv_cache, found, chunk_idx, **arguments))
+    else:
+        arguments["scale"] = scale if scale_tensor is None else scale_tensor
+        dcpkernels.kv_gather(kv_cache, found, chunk_idx, out=out[:rows], **arguments)
+    state[lane].add_(1)
+
+
 @_a2a_lse_reduce_op.register_fake
 def _(*_arguments: Any, **_keywords: Any) -> None:
     """All that the op writes is there before it; arguments are checked when it runs, with errors that name them."""
 
 
 @_query_gather_op.register_fake
+def _(*_arguments: Any, **_keywords: Any) -> None:
+    """As above."""
+
+
+@_kv_gather_op.register_fake
 def _(*_arguments: Any, **_keywords: Any) -> None:
     """As above."""
 
@@ -144,6 +186,33 @@ def _find(op: str, handle: int, state: Tensor) -> Any:
 
 
 # -- what compiled code calls
+
+
+class TraceablePlan:
+    """The `KVGatherPlan` of the present step, as compiled code can use it: make one outside of it, and `set` the plan
+    of each step before the step runs.
+
+    A plan is new in every step; in a graph it would be a constant, and every step would compile again. So a graph has
+    `handle`, a tensor int64 [1], which `set` writes and the op reads when it runs.
+
+    Attributes:
+        plan: kept alive until the next one is set.
+        handle: to be passed to `torch.ops.dcpkernels.kv_gather`, not to be written.
+
+    Raises DcpInvalidArgument when `plan` is no dcpkernels.KVGatherPlan.
+    """
+
+    def __init__(self, plan: dcpkernels.KVGatherPlan) -> None:
+        with torch.inference_mode(False):
+            self.handle = torch.zeros(1, dtype=torch.int64)
+        self.set(plan)
+
+    def set(self, plan: dcpkernels.KVGatherPlan) -> None:
+        if not isinstance(plan, dcpkernels.KVGatherPlan):
+            got = type(plan).__name__
+            raise DcpInvalidArgument(f"TraceablePlan: plan must be a dcpkernels.KVGatherPlan (got {got})")
+        self.handle.fill_(_plans.register(plan))
+        self.plan = plan
 
 
 class TraceableWorkspace:
@@ -170,6 +239,7 @@ class TraceableWorkspace:
         self.handle = register(workspace)
         self.workspace = workspace
         self.num_heads, self.num_local_heads = workspace.config.num_heads, workspace.num_local_heads
+        self.kv_chunk_rows = workspace.config.kv_chunk_rows
         with torch.inference_mode(False):  # else code outside of inference mode could not write it
             self.state = torch.zeros(workspace.config.num_lanes, dtype=torch.int64, device=workspace.device)
 
@@ -223,6 +293,31 @@ class TraceableWorkspace:
         torch.ops.dcpkernels.query_gather(parts, out, self.state, self.handle, number, tensor, lane)
         return out
 
+    def kv_gather(
+        self,
+        kv_cache: Tensor,
+        plan: TraceablePlan,
+        chunk_idx: int,
+        *,
+        scale: float | Tensor | None = None,
+        out: Tensor | None = None,
+        lane: int = 0,
+    ) -> Tensor:
+        """`dcpkernels.kv_gather` into the first `plan.plan.num_rows(chunk_idx)` rows of `out`, whose other rows it does
+        not touch: arguments and errors are its own otherwise.
+
+        out: [rows or more, Dkv], of the cache's dtype, with scale bf16; allocated with kv_chunk_rows rows when None, so
+            that its shape is that of every chunk of every step. The result, a copy, as that of `query_gather`.
+        """
+        kv_cache = kv_cache.detach()
+        if out is None:
+            dtype = kv_cache.dtype if scale is None else torch.bfloat16
+            out = kv_cache.new_empty((self.kv_chunk_rows, kv_cache.shape[2]), dtype=dtype)
+        number, tensor = (None, scale) if isinstance(scale, Tensor) else (scale, None)
+        arguments = (self.state, self.handle, chunk_idx, number, tensor, lane)
+        torch.ops.dcpkernels.kv_gather(kv_cache, plan.handle, out, *arguments)
+        return out
+
 
 def a2a_lse_reduce(
     partial_out: Tensor, partial_lse: Tensor, *, workspace: TraceableWorkspace, **arguments: Any
@@ -237,3 +332,11 @@ def query_gather(
     """`dcpkernels.query_gather` with the same arguments, on a workspace that compiled code can use: a copy, as
     `TraceableWorkspace.query_gather` says."""
     return workspace.query_gather(query, **arguments)
+
+
+def kv_gather(
+    kv_cache: Tensor, plan: TraceablePlan, chunk_idx: int, *, workspace: TraceableWorkspace, **arguments: Any
+) -> Tensor:
+    """`dcpkernels.kv_gather` of the plan that is set, on a workspace that compiled code can use: a copy, in a tensor of
+    a fixed size, as `TraceableWorkspace.kv_gather` says."""
+    return workspace.kv_gather(kv_cache, plan, chunk_idx, **arguments)

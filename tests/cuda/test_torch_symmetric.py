@@ -1,5 +1,5 @@
-"""TorchSymmetricHeap, over a stand-in for torch's module (fake_symm_mem.py) on the CPU: what the ranks see, what is left
-afterwards, and that all ranks agree about a refusal. What the stand-in cannot have is marked gpu."""
+"""TorchSymmetricHeap, over a stand-in for torch's module (fake_symm_mem.py) on the CPU: what the ranks see, what is
+left afterwards, and that all ranks agree about a refusal. What the stand-in cannot have is marked gpu."""
 
 import ctypes
 import gc
@@ -242,7 +242,7 @@ REFUSALS = {
     "get_backend": (DcpError, f"check failed on rank 1: {DEVICE_TEXT}", (1,)),
     "backend": (
         DcpUnsupported,
-        "check failed on rank 1: torch's symmetric memory on cuda:0 must be of the backend CUDA (got NVSHMEM; symm_mem.set",
+        "check failed on rank 1: torch's symmetric memory on cuda:0 must be of the backend CUDA (got NVSHMEM; symm_mem",
         (1,),
     ),
     "no bytes": (DcpInvalidArgument, "check failed on rank 1: nbytes must be positive (got 0)", (1,)),
@@ -267,8 +267,8 @@ REFUSALS = {
     "rendezvous, before it": (
         DcpDeviceError,
         (
-            f"rendezvous failed on rank 1: torch must map the memory of all 3 ranks ({DEVICE_TEXT}: rendezvous, before it "
-            "is not what it was); ranks need a GPU each, NVLink or PCIe peer access between all of them"
+            f"rendezvous failed on rank 1: torch must map the memory of all 3 ranks ({DEVICE_TEXT}: rendezvous, before "
+            "it is not what it was); ranks need a GPU each, NVLink or PCIe peer access between all of them"
         ),
         (0, 1, 2),
     ),
