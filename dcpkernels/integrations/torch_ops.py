@@ -76,8 +76,16 @@ def register(workspace: dcpkernels.Workspace) -> int:
 
 # -- the ops
 
+_DEVICES = ("cpu", "cuda")
 
-@torch.library.custom_op("dcpkernels::a2a_lse_reduce", mutates_args=("out", "lse_out", "state"), device_types="cpu")
+
+def _count(state: Tensor, lane: int) -> None:
+    # On a GPU this would be a kernel more; what a compiler is told (that it changes) need not happen.
+    if state.device.type == "cpu":
+        state[lane].add_(1)
+
+
+@torch.library.custom_op("dcpkernels::a2a_lse_reduce", mutates_args=("out", "lse_out", "state"), device_types=_DEVICES)
 def _a2a_lse_reduce_op(
     partial_out: Tensor,
     partial_lse: Tensor,
@@ -103,10 +111,10 @@ def _a2a_lse_reduce_op(
         lse_out=lse_out,
         lane=lane,
     )
-    state[lane].add_(1)
+    _count(state, lane)
 
 
-@torch.library.custom_op("dcpkernels::query_gather", mutates_args=("out", "state"), device_types="cpu")
+@torch.library.custom_op("dcpkernels::query_gather", mutates_args=("out", "state"), device_types=_DEVICES)
 def _query_gather_op(
     parts: list[Tensor],
     out: Tensor,
@@ -123,10 +131,10 @@ def _query_gather_op(
     dcpkernels.query_gather(
         parts, workspace=workspace, scale=scale if scale_tensor is None else scale_tensor, out=out, lane=lane
     )
-    state[lane].add_(1)
+    _count(state, lane)
 
 
-@torch.library.custom_op("dcpkernels::kv_gather", mutates_args=("out", "state"), device_types="cpu")
+@torch.library.custom_op("dcpkernels::kv_gather", mutates_args=("out", "state"), device_types=_DEVICES)
 def _kv_gather_op(
     kv_cache: Tensor,
     plan: Tensor,
@@ -158,7 +166,7 @@ def _kv_gather_op(
     else:
         arguments["scale"] = scale if scale_tensor is None else scale_tensor
         dcpkernels.kv_gather(kv_cache, found, chunk_idx, out=out[:rows], **arguments)
-    state[lane].add_(1)
+    _count(state, lane)
 
 
 @_a2a_lse_reduce_op.register_fake
