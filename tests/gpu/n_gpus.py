@@ -155,7 +155,7 @@ def times(place: Place) -> dict[str, Any]:
         outs = torch.randn(num_tokens, HEADS, DIM, device=place.device, dtype=torch.bfloat16)
         lses = torch.randn(num_tokens, HEADS, device=place.device)
         row: dict[str, Any] = {"T": num_tokens, "W": place.num_ranks}
-        for wire in ({"wire": "bulk"}, {"wire": "packet", "packet_bytes": 16}):
+        for wire in ({"wire": "bulk"}, *({"wire": "packet", "packet_bytes": size} for size in (16, 128))):
             call = make_call(place.num_ranks, num_tokens, HEADS, DIM, torch.bfloat16, kind="spread", seed=0)
             with Workspace(device=place.device, config=config_for(call, timeout_s=10.0, **wire)) as workspace:
                 check_large = [tuple(t.cpu() for t in merge(workspace, on_device_of(call, place.device)))]

@@ -31,7 +31,7 @@ class Card:
     @property
     def wires(self) -> tuple[str, ...]:
         """Of the target: payload that stays in its source's memory is for CPUs (csrc/arch/cuda.h: kHasPull)."""
-        return ("push", "packet8", "packet16") if self.device == "cuda" else ("push", "pull", "packet8", "packet16")
+        return ("push", "packet8", "packet16", "packet128", *(() if self.device == "cuda" else ("pull",)))
 
     def streams(self, num_ranks: int) -> list[int]:
         """The same ones for all regions: a device has as many queues as CUDA_DEVICE_MAX_CONNECTIONS says, and streams

@@ -98,12 +98,11 @@ def merges(card: Card) -> dict[str, Any]:
             out, lse = call.result()
             assert_merge_close(out.cpu(), lse.cpu(), outs, lses, lse_base="e")
     if card.device == "cuda" and not card.one_grid:
-        for wire in ("packet128", "pull"):  # csrc/arch/cuda.h says why there is neither
-            with cases.case(f"{wire} is refused"):
-                ranks = card.ranks(2, num_heads=4, head_dim=64, max_num_tokens=4, wire=wire)
-                call = MergeCall(ranks, Merge(*merge_inputs(2, 4, 4, 64, torch.bfloat16, kind="spread", seed=3)))
-                refused = ranks.ext.STATUS_LAUNCH_FAILED
-                assert ranks.ext.repeat([call.step], ranks.streams, 1) == [refused] * 2
+        with cases.case("pull is refused"):  # csrc/arch/cuda.h: kHasPull
+            ranks = card.ranks(2, num_heads=4, head_dim=64, max_num_tokens=4, wire="pull")
+            call = MergeCall(ranks, Merge(*merge_inputs(2, 4, 4, 64, torch.bfloat16, kind="spread", seed=3)))
+            refused = ranks.ext.STATUS_LAUNCH_FAILED
+            assert ranks.ext.repeat([call.step], ranks.streams, 1) == [refused] * 2
     return cases.result(wires=list(card.wires))
 
 

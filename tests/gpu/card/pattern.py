@@ -11,7 +11,7 @@ import torch
 from .cases import Card
 from .virtual import Merge, MergeCall, Ranks
 
-WIRES = ("push", "packet8", "packet16")
+WIRES = ("push", "packet8", "packet16", "packet128")
 MAX_ROUNDS = 1_000_000
 ROUNDS_A_GRAPH = 50
 

@@ -88,7 +88,7 @@ def replays(card: Card, num_ranks: int, wire: str, num_calls: int) -> dict[str, 
 
 def run(card: Card) -> dict[str, Any]:
     cases, num_calls = Cases(), 2000 if not card.quick else 60
-    for num_ranks, wire in ((4, "push"), (2, "packet16"), (8, "push"), (4, "packet8"), (4, "pull")):
+    for num_ranks, wire in ((4, "push"), (2, "packet16"), (8, "push"), (4, "packet8"), (4, "packet128"), (4, "pull")):
         if wire not in card.wires or (card.quick and num_ranks > 4):
             continue
         with cases.case(f"W={num_ranks} {wire}"):
