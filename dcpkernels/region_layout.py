@@ -22,6 +22,8 @@ PART_ALIGNMENT = 4096
 # Rows start on cache lines: a writer of one row shares no line with a writer of the next.
 ROW_ALIGNMENT = 64
 LSE_ALIGNMENT = 16
+# csrc/core/packet.h counts the bytes of a row in 32 bits.
+MAX_PACKET_ROW_BYTES = 2**31 - 1024
 
 NUM_PARITIES = 2
 GATHER_PARTS = ("query_gather.buffer", "kv_gather.buffers")  # side by side
@@ -86,6 +88,11 @@ class RegionLayout:
         if self.num_heads % self.num_ranks:
             raise DcpInvalidArgument(
                 f"region: num_heads must be divisible by num_ranks={self.num_ranks} (got {self.num_heads})"
+            )
+        row_bytes = self.lse_in_row + self.num_local_heads * 4
+        if self.packet_bytes and row_bytes > MAX_PACKET_ROW_BYTES:
+            raise DcpInvalidArgument(
+                f"region: a row of packets must have at most {MAX_PACKET_ROW_BYTES} bytes (got {row_bytes})"
             )
 
     @property

@@ -50,7 +50,12 @@ def stored_bytes(num_ranks, num_tokens, num_heads, head_dim, dtype, **fields):
 
 @pytest.mark.parametrize(
     ("wire", "num_bytes", "ratio"),
-    [("bulk", 12336, 1.0), ("packets of 128", 103 * 128, 1.07), ("packets of 16", 1028 * 16, 1.34), ("packets of 8", 3084 * 8, 2.0)],
+    [
+        ("bulk", 12336, 1.0),
+        ("packets of 128", 103 * 128, 1.07),
+        ("packets of 16", 1028 * 16, 1.34),
+        ("packets of 8", 3084 * 8, 2.0),
+    ],
 )
 def test_a_row_of_kimi_k3(wire, num_bytes, ratio):
     """96 heads of 512 in bf16 on 8 ranks: a row is 12 * (1024 + 4) = 12336 bytes for each peer."""

@@ -49,6 +49,14 @@ def test_sizes_do_not_wrap():
     assert pulled.parts["a2a_lse_reduce.partial_out"] == 8 * 2 * 16384 * 64 * 2**24 * 2 > 2**48
 
 
+def test_a_row_of_packets_is_counted_in_32_bits():
+    config = WorkspaceConfig(8, 2**30 - 1024, 1, wire="packet", packet_bytes=128)
+    assert Workspace.size(config, 8).parts["a2a_lse_reduce.staging"] > 2**31
+    with pytest.raises(DcpInvalidArgument, match="region: a row of packets must have at most 2147482624 bytes"):
+        Workspace.size(dataclasses.replace(config, head_dim=2**30), 8)
+    assert Workspace.size(dataclasses.replace(config, head_dim=2**30, wire="bulk"), 8).total > 2**31
+
+
 def test_staging_is_that_of_one_round_however_many_rows_a_call_may_have():
     """A round sends at most 1 MiB a rank, or one row; a call with more rows takes more rounds."""
     config = WorkspaceConfig(96, 512, 64, dtype=torch.bfloat16)

@@ -313,7 +313,16 @@ class Packet {
         for (int j = lanes.rank(); j < kNumParts; j += lanes.size()) {
           const Words16 words = part(k, j);
           uint32_t* to = words_of(packets, k) + 4 * j;
-          for (int i = 0; i < num_words(j); ++i) __atomic_store_n(to + i, words.word[i], __ATOMIC_RELAXED);
+          if constexpr (kBytes == 16) {
+            for (int i = 0; i < 3; ++i) __atomic_store_n(to + i, words.word[i], __ATOMIC_RELAXED);
+          } else {
+            uint64_t halves[2];
+            memcpy(halves, words.word, sizeof(halves));
+            __atomic_store_n(reinterpret_cast<uint64_t*>(to), halves[0], __ATOMIC_RELAXED);
+            if (j < kNumParts - 1) {
+              __atomic_store_n(reinterpret_cast<uint64_t*>(to) + 1, halves[1], __ATOMIC_RELAXED);
+            }
+          }
         }
       }
       lanes.sync();
@@ -339,7 +348,15 @@ class Packet {
         for (int j = lanes.rank(); j < kNumParts; j += lanes.size()) {
           const uint32_t* from = words_of(packets, k) + 4 * j;
           Words16 words = {};
-          for (int i = 0; i < num_words(j); ++i) words.word[i] = __atomic_load_n(from + i, __ATOMIC_RELAXED);
+          if constexpr (kBytes == 16) {
+            for (int i = 0; i < 3; ++i) words.word[i] = __atomic_load_n(from + i, __ATOMIC_RELAXED);
+          } else {
+            // Of the last part the second half is the flag, which nobody asks for.
+            const uint64_t* pairs = reinterpret_cast<const uint64_t*>(from);
+            const uint64_t halves[2] = {__atomic_load_n(pairs, __ATOMIC_RELAXED),
+                                        __atomic_load_n(pairs + 1, __ATOMIC_RELAXED)};
+            memcpy(words.word, halves, sizeof(halves));
+          }
           put(k, j, words);
         }
       }
@@ -356,7 +373,6 @@ class Packet {
 
  private:
   static constexpr int kNumParts = kBytes == 128 ? 8 : 1;
-  static DCP_FN int num_words(int j) { return kPayload / 4 - 4 * j < 4 ? kPayload / 4 - 4 * j : 4; }
   static DCP_FN uint32_t* words_of(void* packets, int k) {
     return static_cast<uint32_t*>(packets) + k * (kBytes / 4);
   }

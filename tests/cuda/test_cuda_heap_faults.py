@@ -4,6 +4,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from dcpkernels.errors import DcpDeviceError, DcpError
 from dcpkernels.heap import cuda_driver
 from dcpkernels.heap.group import as_group
