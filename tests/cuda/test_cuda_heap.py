@@ -264,6 +264,13 @@ def _contexts(group, fake):
     heap.close(timeout_s=10)
     assert seen == [as_group(group).rank] and fake.stack() == [5]
 
+    def fail(heap):
+        raise ValueError("no")
+
+    outcome(lambda: make(group, fake, check_links=fail))
+    mode = fake.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+    assert fake.stack() == [5] and fake.capture_mode() == mode  # also after an error
+
 
 def test_the_callers_context_stays_current():
     run(_contexts, 2)

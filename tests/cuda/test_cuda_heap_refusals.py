@@ -9,6 +9,7 @@ import pytest
 
 from dcpkernels.errors import DcpDeviceError, DcpError, DcpInvalidArgument, DcpPeerLost, DcpTimeout, DcpUnsupported
 from dcpkernels.heap import sockets
+from dcpkernels.heap.mesh import Mesh
 from dcpkernels.testing import run_ranks
 from tests.cuda.fake_driver import FakeDriver
 from tests.cuda.heap_calls import NBYTES, held, make, meet, on_hosts, outcome, read, same_everywhere, write
@@ -296,6 +297,28 @@ def test_a_death_is_seen_by_all_at_once_in_every_step(victim, name, nth, step):
     for result, seconds in (result for result in results if result):
         text = f"workspace: {step}: rank {victim} is gone: its process ended, or it gave up"
         assert result == (DcpPeerLost, text, (victim,)) and seconds < 10  # not the deadline
+
+
+def _cannot_connect(group, victim):
+    fake = FakeDriver()
+    before = held(fake)
+    if group.rank() == victim:
+
+        def connect(*_):
+            raise OSError(24, "Too many open files")
+
+        Mesh.connect = connect
+    start = time.monotonic()
+    result = outcome(lambda: make(group, fake))
+    assert held(fake) == before and "cuMemCreate" not in fake.calls
+    return result, time.monotonic() - start
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_cannot_connect_is_named_at_once(victim):
+    text = f"workspace: connect failed on rank {victim}: OSError: [Errno 24] Too many open files"
+    for (cls, got, ranks), seconds in run_ranks(_cannot_connect, 3, victim, mode="process"):
+        assert cls is DcpError and victim in ranks and got.startswith(text) and seconds < 10  # not the deadline
 
 
 LATE = {"cuMemCreate": "create region", "cuMulticastBindMem": "bind multicast"}
