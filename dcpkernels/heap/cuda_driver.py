@@ -201,6 +201,10 @@ class Driver:
         if before is not _FAILED:
             self._try(self._call, _EXCHANGE, before)
 
+    def wait_idle(self) -> None:
+        """Until no kernel of this process runs on the device: one could still use what is about to be unmapped."""
+        self._call("cuCtxSynchronize")
+
     def _try(self, step: Callable[..., Any], *args: Any) -> Any:
         try:
             return step(*args)

@@ -88,10 +88,12 @@ class Held:
             os.close(self.files.pop())
 
     def release(self) -> None:
-        """Local, never blocks, may be called again. In the order in which one rests on the other: multicast on the own
-        region, everything on the context."""
+        """Local, may be called again. Waits for no rank, but for kernels of this process, which end at their deadlines. In
+        the order in which one rests on the other: multicast on the own region, everything on the context."""
         self.close_sockets()
         self.close_files()
+        if self.own is not None and self.is_open and self.driver is not None:
+            self.driver.quietly(self.driver.wait_idle)
         self.multicast.release()
         while self.peers:
             self.peers.pop().release()

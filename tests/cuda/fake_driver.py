@@ -153,6 +153,10 @@ class FakeDriver(FakeVmm):
         return ()
 
     @call("context")
+    def cuCtxSynchronize(self) -> tuple[()]:
+        return ()  # there are no kernels; copies are their streams' business
+
+    @call("context")
     def cuStreamSynchronize(self, stream: Any) -> tuple[()]:
         require(int(stream) in self._streams, 400)
         while self._streams[int(stream)]:

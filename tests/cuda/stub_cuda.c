@@ -54,6 +54,7 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 }
 int cuStreamCreate(void** s, unsigned f) { *s = (void*)0x88; return say("cuStreamCreate %u", f); }
 int cuStreamDestroy_v2(void* s) { return say("cuStreamDestroy %p", s); }
+int cuCtxSynchronize(void) { return say("cuCtxSynchronize"); }
 int cuStreamSynchronize(void* s) { return say("cuStreamSynchronize %p", s); }
 static int prop(const char* call, size_t n, const MemoryProp* p, u64 last) {
   return say("%s %zu type=%d handles=%d location=%d:%d %llu", call, n, p->type, p->handle_types, p->location.type, p->location.id, last);

@@ -179,6 +179,7 @@ with driver.current():
     driver.zero(address, 4 << 20)
     driver.copy_to_device(address, host, 10)
     driver.copy_from_device(host, address, 20)
+    driver.wait_idle()
     driver.unmap(address, 4 << 20)
     driver.free_address(address, 4 << 20)
     driver.release(handle)
@@ -216,6 +217,7 @@ cuMemsetD8Async 0x700000000 0 4194304 0x88
 cuStreamSynchronize 0x88
 cuMemcpyHtoDAsync 0x700000000 0x5000 10 0x88
 cuMemcpyDtoHAsync 0x5000 0x700000000 20 0x88
+cuCtxSynchronize
 cuMemUnmap 0x700000000 4194304
 cuMemAddressFree 0x700000000 4194304
 cuMemRelease 0x11

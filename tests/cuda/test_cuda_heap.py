@@ -397,3 +397,17 @@ def _ranges(group, fake):
 
 def test_what_is_outside_the_region_is_refused():
     run(_ranges, 1)
+
+
+def test_kernels_end_before_memory_goes():
+    (fake,) = run_ranks(_calls_of_a_drop, 1, mode="process")
+    assert fake.index("cuCtxSynchronize") < fake.index("cuMemUnmap")
+
+
+def _calls_of_a_drop(group):
+    fake = FakeDriver()
+    heap = make(group, fake)
+    start = len(fake.calls)
+    del heap
+    gc.collect()
+    return fake.calls[start:]

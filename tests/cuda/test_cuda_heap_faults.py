@@ -49,6 +49,7 @@ LEFT = {
     "cuCtxPopCurrent": [{}],
     "cuThreadExchangeStreamCaptureMode": [{}],
     "cuCtxPushCurrent": [{}, {"host": 1}, {"streams": 1}],  # of what cannot be released without
+    "cuCtxSynchronize": [{}],
     "cuMulticastUnbind": [{"bound": 1, "handles": 2}],
     "cuMemUnmap": [{"mapped": 1, "reserved": 1}],
     "cuMemAddressFree": [{"reserved": 1}],
