@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.isa.compiled import CSRC, Instruction, Kernel, places
 
-FENCE, LOAD, STORE, ATOMIC, INVALIDATE = "fence", "load", "store", "atomic", "invalidation of the L1"
+FENCE, LOAD, STORE, ATOMIC, INVALIDATE = "fence", "load", "store", "atomic", "flush of the L1"
 
 # What a call into arch/ may become.
 RELEASE_STORES, ACQUIRE_LOADS, LOADS, STORES = {FENCE, STORE}, {LOAD, INVALIDATE}, {LOAD}, {STORE}

@@ -21,7 +21,7 @@ from tests.isa.sites import SITES, faults
 
 OPS = sorted((CSRC / "ops").glob("*.cc"))
 PROBE = Path(__file__).with_name("probe.cc")
-KV_GATHER, QUERY_GATHER = "ops/kv_gather.cc", "ops/query_gather.cc"
+A2A, KV_GATHER, QUERY_GATHER = "ops/a2a_lse_reduce.cc", "ops/kv_gather.cc", "ops/query_gather.cc"
 VENDORS: dict[str, ModuleType] = {**dict.fromkeys(nvidia.ARCHS, nvidia), **dict.fromkeys(amd.ARCHS, amd)}
 
 
@@ -161,16 +161,13 @@ BREAKS = {
         ("gfx942", "core/channel.h", "arch::signal_flag(flag_at(peer, symm_.rank), expected_flag(),",
          "arch::store_relaxed_sys(&flag_at(peer, symm_.rank)->value, expected_flag()); (void)(",
          "where is the release store"),
-    "cuda: 16 bytes as the compiler likes":
-        ("sm_90a", "arch/cuda.h", 'asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::', ASSIGNMENT + 'asm volatile("" ::',
-         "no store of 16 bytes at core/tile.h"),
     "cuda: 16 bytes in two loads":
         ("sm_90a", "arch/cuda.h", "const uint4 v = *static_cast<const uint4*>(from);", TWO_LOADS,
          "no load of 16 bytes at core/tile.h"),
-    "cuda: a poll of poison that the system orders twice":
+    "cuda: an acquire that nobody asked for":
         ("sm_90a", "core/channel.h", "const bool faulted = cta_.thread_rank() == 0 && is_poisoned(symm_, control_);",
-         "arch::load_after_reads_sys(own_poison(symm_, control_)); const bool faulted = is_poisoned(symm_, control_);",
-         "a fence that no list names, at core/channel.h"),
+         "arch::load_acquire_sys(&state_->call); const bool faulted = is_poisoned(symm_, control_);",
+         "a flush of the L1 that no list names, at core/channel.h"),
     "cuda: a flag of the host is stored with order":
         ("sm_90a", "core/channel.h", "arch::store_relaxed_sys(&state_->call, call_);", "arch::store_release_sys(&state_->call, call_);",
          "has no line with `arch::store_relaxed_sys(&state_->call, call_);`"),
@@ -183,8 +180,8 @@ BREAKS = {
          "arch::store_relaxed_sys(last_epoch(), epoch_);", "where is the release store"),
 }  # fmt: skip
 
-# The same of the gathers, in an op itself.
-GATHER_BREAKS = {
+# The same in an op itself.
+OP_BREAKS = {
     # op, arch, file, what is there, what is put in its place, part of a finding
     "cuda: rows are stored to one rank":
         (KV_GATHER, "sm_90a", "arch/cuda.h", '"multimem.st.relaxed.sys.global.v4.f32', '"st.relaxed.sys.global.v4.f32',
@@ -197,7 +194,8 @@ GATHER_BREAKS = {
         (KV_GATHER, "sm_90a", "arch/cuda.h", "if (uses_multicast) fence_aliases();\n  publish_done(cta);", "publish_done(cta);",
          "than the one that was stored to ...: no fence between aliases"),
     "cuda: no fence between aliases after the flags":
-        (KV_GATHER, "sm_90a", KV_GATHER, "arch::broadcast_arrived(has_multicast(p.buffers));", "", "where is the fence"),
+        (KV_GATHER, "sm_90a", KV_GATHER, "arch::broadcast_arrived(has_multicast(p.buffers));", "",
+         "has no line with `arch::broadcast_arrived(`"),
     "cuda: a weaker fence between aliases":
         (KV_GATHER, "sm_90a", "arch/cuda.h", '"fence.proxy.alias;"', '"fence.acq_rel.sys;"',
          "wait for all of the chunk: it was stored to another address than the one that is read: no fence"),
@@ -213,14 +211,17 @@ GATHER_BREAKS = {
     "hip: no drain before the barrier, after stores to all":
         (KV_GATHER, "gfx942", "arch/hip.h", "broadcast_done(const Cta& cta, bool) { publish_done(cta); }",
          "broadcast_done(const Cta& cta, bool) { cta.sync(); }", "memory ...: no publish barrier"),
+    "cuda: 16 bytes as the compiler likes":
+        (A2A, "sm_90a", "arch/cuda.h", 'asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::', ASSIGNMENT + 'asm volatile("" ::',
+         "no store of 16 bytes at core/tile.h"),
     "hip: code for multicast":
         (KV_GATHER, "gfx942", "arch/hip.h", "kHasMulticast = false", "kHasMulticast = true", "code for multicast"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*BREAKS, *GATHER_BREAKS])
+@pytest.mark.parametrize("case", [*BREAKS, *OP_BREAKS])
 def test_a_broken_line_is_found(case: str, tmp_path: Path) -> None:
-    op, arch, path, old, new, finding = GATHER_BREAKS.get(case) or ("", *BREAKS[case])
+    op, arch, path, old, new, finding = OP_BREAKS.get(case) or ("", *BREAKS[case])
     need_tools(VENDORS[arch])
     csrc = broken_copy(tmp_path, path, old, new)
     kernels = VENDORS[arch].compile_kernels(arch, csrc / op if op else PROBE, tmp_path, csrc)
