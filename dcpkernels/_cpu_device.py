@@ -89,6 +89,9 @@ class CpuDevice:
         """Where kernels find an array of a plan, and what else has to live until then."""
         return rows.ctypes.data, None
 
+    def uses(self, copies: tuple[Any, ...]) -> None:
+        """A kernel that the caller starts now reads these: here it has ended when the call returns."""
+
     # -- calls
 
     def calls(

@@ -72,8 +72,11 @@ class CudaDevice:
         offset = self._layout.parts["flags"].offset  # nobody reads flags in the host's copy of the control words
         words = (ctypes.c_uint64 * NUM_RESULT_WORDS).from_address(heap.host_control + offset)
 
+        # A stream of its own: thread ranks on one device share the default one, and would wait for each other there.
+        stream = self._new_stream()
+
         def read() -> list[int]:
-            self._wait()
+            stream.synchronize()
             return list(words)
 
         require_links(
@@ -88,9 +91,13 @@ class CudaDevice:
             timeout_s=min(deadline.remaining_s() / 2, _LINK_TIMEOUT_S),
             wait_budget=(_NUM_SPINS, 0),
             device=self.index,
+            stream=stream.cuda_stream,
             result=(heap.host_control + offset, read),
             agree_timeout_s=deadline.for_call(),
         )
+
+    def _new_stream(self) -> Any:
+        return torch.cuda.Stream(self.index)
 
     def _wait(self) -> None:
         """Until all kernels of the device have ended."""
@@ -127,6 +134,11 @@ class CudaDevice:
         with torch.inference_mode(False):
             copy = torch.from_numpy(rows.copy()).to(f"cuda:{self.index}")  # not pinned: this waits until it is there
         return copy.data_ptr(), copy
+
+    def uses(self, copies: tuple[Any, ...]) -> None:
+        """A kernel on the caller's stream is about to read these `rows`: their memory is not to be given away before."""
+        for copy in copies:
+            copy.record_stream(torch.cuda.current_stream(self.index))
 
     # -- calls
 

@@ -190,7 +190,7 @@ class _KvLane:
             self._plan, self._sources, self._views = chunk.plan, {}, {}
         block_stride, row_stride, _ = kv_cache.stride()
         key = (chunk.index, chunk.dtype, chunk.shape, kv_cache.shape[0], block_stride, row_stride)
-        source, _ = self._sources.get(key, (None, None))
+        source, copies = self._sources.get(key, (None, ()))
         if source is None:
             size = kv_cache.element_size()
             rows, keep_rows = self._device.rows(chunk.plan.source_rows(chunk.index))
@@ -205,7 +205,9 @@ class _KvLane:
                 num_source_rows=len(chunk.plan.source_rows(chunk.index)),
                 cache_bytes=span_bytes(kv_cache),
             )
-            self._sources[key] = source, (keep_rows, keep_finals)
+            copies = keep_rows, keep_finals
+            self._sources[key] = source, copies
+        self._device.uses(copies)
         return source
 
     def view(self, buffers: list[torch.Tensor], chunk: Chunk) -> torch.Tensor:

@@ -45,7 +45,20 @@ class FakeCudaDevice(CudaDevice):
 
         return maybe
 
+    def uses(self, copies):
+        pass
+
+    def _new_stream(self):
+        return FakeStream()
+
     def _wait(self):
+        pass
+
+
+class FakeStream:
+    cuda_stream = 0
+
+    def synchronize(self):
         pass
 
 
