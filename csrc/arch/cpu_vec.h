@@ -325,6 +325,9 @@ DCP_FN RowVec<T> fma(RowVec<T> a, RowVec<T> b, RowVec<T> c) {
 inline constexpr int kRowBlock = 2;
 
 // Heads whose weights are computed side by side: a constant that the compiler turns into vectors.
-inline constexpr int kHeadTile = 16;
+#if !defined(DCP_HEAD_TILE)  // a test build has another one, for the way that GPUs go
+#define DCP_HEAD_TILE 16
+#endif
+inline constexpr int kHeadTile = DCP_HEAD_TILE;
 
 }  // namespace dcp::DCP_NS::arch

@@ -51,8 +51,8 @@ enum class Status : int {
 // none only loads the kernel.
 struct Launch {
   int32_t first_channel, end_channel;
-  void* stream;    // of the device; null on a CPU, where the calling thread runs them
-  int32_t device;  // the number of a GPU
+  void* stream;        // of the device; null on a CPU, where the calling thread runs them
+  int32_t device = 0;  // the number of a GPU
 };
 
 enum class FaultKind : uint8_t {
@@ -157,7 +157,7 @@ struct WaitPolicy {
   void (*poll_host)(void* context, HostEvents* events);  // called about every 50 ms of a wait; may be null
   void* poll_context;
   // Null, or where a kernel that ends with a fault leaves the cause for a host that cannot read its region.
-  FaultRecord* host_fault;
+  FaultRecord* host_fault = nullptr;
 };
 
 // This rank's view of all regions. `bases` lies in memory, not in the struct: a parameter struct that is

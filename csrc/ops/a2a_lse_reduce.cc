@@ -187,21 +187,25 @@ struct Tile {
   int num_heads;
 };
 
-// The weights of a tile: weight[s][h] = exp(lse_s - max) / sum, 0 for an empty shard. Every head goes through
-// the shards in rank order; the tile's heads go side by side. The loops over heads are the inner ones and
-// have no branches: of such loops the compiler makes vectors.
+// The weights of a tile: weight[s][h] = exp(lse_s - max) / sum, 0 for an empty shard. Every head is summed
+// over the shards in rank order; the tile's heads go side by side. The loops over heads are the inner ones
+// and have no branches: of such loops the compiler makes vectors.
 template <Wire kWire>
 DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round, const Tile& tile,
                          bool own_is_empty, float (*weight)[arch::kHeadTile], uint64_t& num_nonfinite) {
   const int num_ranks = p.symm.num_ranks, rank = p.symm.rank;
   const int own_first_head = rank * p.num_local_heads + tile.first_head;
-  for (int s = 0; s < num_ranks; ++s) {
+  // The lanes share the heads of a tile; of a single head, its shards: their loads then cost one trip.
+  constexpr bool kByHead = arch::kHeadTile > 1;
+  const int first_s = kByHead ? 0 : lanes.rank(), step_s = kByHead ? 1 : lanes.size();
+  const int first_h = kByHead ? lanes.rank() : 0, step_h = kByHead ? lanes.size() : 1;
+  for (int s = first_s; s < num_ranks; s += step_s) {
     const float* staged = nullptr;
     if (s != rank) {
       const uint64_t from = plain_row<kWire>(p, s, round, tile.row);
       staged = symm_own<const float>(p.symm, from + p.lse_in_row) + tile.first_head;
     }
-    for (int h = lanes.rank(); h < arch::kHeadTile; h += lanes.size()) {
+    for (int h = first_h; h < arch::kHeadTile; h += step_h) {
       if (h >= tile.num_heads) {
         weight[s][h] = -__builtin_inff();
       } else if (s == rank) {
@@ -211,29 +215,35 @@ DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round
       }
     }
   }
+  if (!kByHead) lanes.sync();
   const LseBase base = p.lse_base;
   const float log2_of_base = base == LseBase::kE ? kLog2E : 1.0f;
   float max[arch::kHeadTile], sum[arch::kHeadTile];
-  for (int h = lanes.rank(); h < arch::kHeadTile; h += lanes.size()) {
+  for (int h = first_h; h < arch::kHeadTile; h += step_h) {
     max[h] = weight[0][h];
     sum[h] = 0.0f;
   }
   for (int s = 1; s < num_ranks; ++s) {
-    for (int h = lanes.rank(); h < arch::kHeadTile; h += lanes.size()) {
+    for (int h = first_h; h < arch::kHeadTile; h += step_h) {
       max[h] = weight[s][h] > max[h] ? weight[s][h] : max[h];
     }
   }
-  for (int h = lanes.rank(); h < arch::kHeadTile; h += lanes.size()) {
+  for (int h = first_h; h < arch::kHeadTile; h += step_h) {
     if (!is_finite(max[h])) max[h] = 0.0f;  // all empty: -inf - 0, no NaN
   }
-  for (int s = 0; s < num_ranks; ++s) {
-    for (int h = lanes.rank(); h < arch::kHeadTile; h += lanes.size()) {
+  if (!kByHead) lanes.sync();  // all have read what each now overwrites
+  for (int s = first_s; s < num_ranks; s += step_s) {
+    for (int h = first_h; h < arch::kHeadTile; h += step_h) {
       weight[s][h] = lse_exp(weight[s][h] - max[h], log2_of_base);
-      sum[h] += weight[s][h];
     }
   }
+  if (!kByHead) lanes.sync();
   for (int s = 0; s < num_ranks; ++s) {
-    for (int h = lanes.rank(); h < arch::kHeadTile; h += lanes.size()) {
+    for (int h = first_h; h < arch::kHeadTile; h += step_h) sum[h] += weight[s][h];
+  }
+  if (!kByHead) lanes.sync();
+  for (int s = first_s; s < num_ranks; s += step_s) {
+    for (int h = first_h; h < arch::kHeadTile; h += step_h) {
       weight[s][h] *= sum[h] > 0.0f ? 1.0f / sum[h] : 0.0f;
     }
   }

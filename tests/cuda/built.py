@@ -47,7 +47,7 @@ def counting_build(folder):
     shim = folder / "launch_shim.o"
     include = next(Path(word).parents[1] / "include" for word in link_command() if word.endswith("libcudart_static.a"))
     source = Path(__file__).with_name("launch_shim.cpp")
-    compiled = ["g++", "-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", f"-isystem{include}"]
+    compiled = ["g++", "-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", f"-isystem{include}", f"-I{ROOT}/csrc"]
     subprocess.run([*compiled, "-c", str(source), "-o", str(shim)], check=True)
     module = folder / module_file().name
     wraps = [f"-Wl,--wrap={name}" for name in _WRAPPED]

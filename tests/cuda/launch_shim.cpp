@@ -6,6 +6,8 @@
 #include <cstring>
 #include <vector>
 
+#include "ops/query_gather.h"
+
 namespace {
 struct Launched {
   const void* kernel;
@@ -15,6 +17,8 @@ struct Launched {
 };
 std::vector<Launched> launched;
 std::vector<const void*> loaded;
+uint64_t (*look)(const void*) = nullptr;
+uint64_t seen = 0;
 int num_not_loaded = 0, device = 0, fails = 0;
 }  // namespace
 
@@ -42,7 +46,9 @@ cudaError_t __wrap_cudaFuncGetAttributes(cudaFuncAttributes* attributes, const v
   loaded.push_back(kernel);
   return cudaSuccess;
 }
-cudaError_t __wrap_cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) {
+cudaError_t __wrap_cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
+                                       void** arguments) {
+  if (look != nullptr) seen = look(arguments[0]);
   if (fails > 0 && fails-- > 0) return cudaErrorLaunchOutOfResources;
   num_not_loaded += std::find(loaded.begin(), loaded.end(), kernel) == loaded.end();
   launched.push_back({kernel, config->gridDim.x * config->gridDim.y * config->gridDim.z,
@@ -77,4 +83,14 @@ __attribute__((visibility("default"))) bool shim_is_cooperative() { return launc
 __attribute__((visibility("default"))) int shim_device() { return device; }
 __attribute__((visibility("default"))) void shim_fail_next() { fails = 1; }
 __attribute__((visibility("default"))) void shim_reset() { launched.clear(); }
+// Of the last launch, all of which were of query_gather: where it stores to all ranks at once, 0 = nowhere.
+__attribute__((visibility("default"))) void shim_look_at_queries() {
+  look = [](const void* params) {
+    return static_cast<const dcp::QueryGatherParams*>(params)->publish_to.multicast;
+  };
+}
+__attribute__((visibility("default"))) uint64_t shim_seen() {
+  look = nullptr;
+  return seen;
+}
 }

@@ -10,6 +10,7 @@ import torch
 
 from dcpkernels import (
     DcpDeviceError,
+    DcpTimeout,
     KVGatherPlan,
     Workspace,
     WorkspaceConfig,
@@ -20,6 +21,7 @@ from dcpkernels import (
     query_gather,
     release_query,
 )
+from dcpkernels._faults import TIMEOUT
 from dcpkernels.testing import run_ranks
 from tests.a2a_calls import attempt
 from tests.cuda import built
@@ -31,7 +33,7 @@ CONFIG = WorkspaceConfig(
 )
 NUM_TOKENS = (0, 1, 2, 7, 127, 128)
 OVER_CAPACITY = (129, 1000)
-STREAM = 0x5EA
+STREAM, MULTICAST = 0x5EA, 0x7700 << 32
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def counted(tmp_path_factory):
     """run(body, **fields): body(workspace, launches) with a workspace on fake GPUs, kernels counted and not run. One rank
     makes calls: none of them waits."""
     module, shim = built.counting_build(tmp_path_factory.mktemp("counting"))
-    shim.shim_stream.restype = ctypes.c_size_t
+    shim.shim_stream.restype = shim.shim_seen.restype = ctypes.c_size_t
 
     class Device(FakeCudaDevice):
         def _check_links(self, *args):  # would wait for what a kernel writes
@@ -47,6 +49,9 @@ def counted(tmp_path_factory):
 
         def current_stream(self):
             return STREAM
+
+        def endpoint_fields(self):
+            return super().endpoint_fields() | {"multicast": MULTICAST}
 
     def run(body, **fields):
         fake, config = fake_machine(1), dataclasses.replace(CONFIG, **fields)
@@ -160,6 +165,40 @@ def test_a_launch_that_the_device_refuses(counted):
         raised = attempt(call)
         assert type(raised.error) is DcpDeviceError and "refused the launch" in str(raised.error)
         assert launches.of(call) == 1  # nothing was lost
+
+    counted(body)
+
+
+@pytest.mark.parametrize(("widths", "by_multicast"), [([96], True), ([64, 32], True), ([60, 36], False)])
+def test_parts_without_units_go_to_each_rank(counted, widths, by_multicast):
+    """A multicast store is of 16 bytes at a multiple of 16: a head of 96 elements in parts of 60 and 36 does not fit that."""
+
+    def body(workspace, launches):
+        parts = torch.zeros(3, HEADS // NUM_RANKS, 96, dtype=torch.bfloat16).split(widths, dim=2)
+        launches.shim.shim_look_at_queries()
+        query_gather(parts, workspace=workspace)
+        assert launches.shim.shim_seen() == (MULTICAST if by_multicast else 0)
+
+    counted(body)
+
+
+def test_a_fault_that_a_kernel_left_is_raised_by_the_next_call(counted):
+    def body(workspace, launches):
+        device = workspace._impl._device
+        record = (ctypes.c_uint64 * 8).from_address(device.heap.host_control)  # FaultRecord; it comes first
+        epoch, ranks, waited_ns = 7, 0b10, 3 * 10**9
+        call = workspace._module.call_descriptor(op=1, lane=0, dtype=2, lse_base=0, num_tokens=3)
+        record[1:8] = [1, ranks, 0, epoch, call, 0, waited_ns]
+        record[0] = TIMEOUT << 56 | 0 << 48 | 1 << 40 | 1 << 32 | epoch
+
+        def merge():
+            a2a_lse_reduce(*tensors(3), workspace=workspace, lse_base="e")
+
+        for call in (merge, lambda: release_query(workspace=workspace), workspace.check):
+            raised = []
+            assert launches.of(lambda: raised.append(attempt(call))) == 0  # noqa: B023
+            assert type(raised[0].error) is DcpTimeout and raised[0].error.ranks == (1,)
+            assert "num_tokens=3" in str(raised[0].error) and "after 3.0 s" in str(raised[0].error)
 
     counted(body)
 
