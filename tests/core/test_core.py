@@ -168,7 +168,11 @@ def test_a_planted_fault_is_reported(
     """The proof that the test above can fail."""
     for wire in wires:
         done = run_race(race_programs[threads], 3, 1, 100, 1, wire, mutation)
-        assert done.returncode == RACE and "data race" in done.stderr, (wire, done.returncode, done.stderr[:2000])
+        found = done.returncode == RACE and "data race" in done.stderr
+        if (wire, mutation) == ("packet128", "no lanes.sync"):
+            # Words of a packet are atomic: a flag that overtakes those of other lanes is no race, but wrong numbers.
+            found |= done.returncode == NUMBERS_WRONG and "expected" in done.stderr
+        assert found, (wire, done.returncode, done.stderr[:2000])
 
 
 # -- aarch64
