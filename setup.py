@@ -321,16 +321,18 @@ class BuildTargets(build_ext):
                 steps.append(Step(f"compile {source} [{variant.name}]", command, output, compiler))
 
         # What bindings do with control words, a host does: in the words of the CPU target.
-        common = ["-Icsrc", "-DDCP_TARGET_CPU", "-DDCP_NS=host", f"-DDCP_MODULE=_C_{target.name}"]
-        have = [f"-DDCP_HAVE_{variant.name.upper()}" for variant in variants]
-        have += ["-Werror"] if is_strict else []
-        identity = f'-DDCP_BUILD_ID="{build_id(target, more)}"'
+        common = ["-Icsrc", "-DDCP_TARGET_CPU", "-DDCP_NS=host", *(["-Werror"] if is_strict else [])]
+        # A source gets what it speaks of, and those that speak of nothing have one object for all targets.
+        own = {
+            "DCP_BUILD_ID": [f'-DDCP_BUILD_ID="{build_id(target, more)}"'],
+            "DCP_MODULE": [f"-DDCP_MODULE=_C_{target.name}"],
+            "host/dispatch.h": [f"-DDCP_HAVE_{variant.name.upper()}" for variant in variants],
+        }
         for source in target.sources(target.bindings):
-            flags = [*COMMON_FLAGS, *HOST_FLAGS, *common, *have, *more]
-            if "DCP_BUILD_ID" in Path(source).read_text():  # the others stay good when any source changes
-                flags.append(identity)
-            command = [*host.command, *flags, *python_includes(), "-c", source]
-            output = folder / "bindings" / (Path(source).name + ".o")
+            text = Path(source).read_text()
+            mine = [flag for name, flags in own.items() if name in text for flag in flags]
+            command = [*host.command, *COMMON_FLAGS, *HOST_FLAGS, *common, *mine, *more, *python_includes(), "-c", source]
+            output = (folder if mine else folder.parent) / "bindings" / (Path(source).name + ".o")
             steps.append(Step(f"compile {source}", command, output, host))
 
         self.run_all([step for step in steps if self.force or not step.is_fresh()])

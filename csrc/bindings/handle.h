@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "host/call.h"
-#include "host/dispatch.h"
 #include "host/region.h"
+#include "host/variant.h"
 
 namespace dcp {
 

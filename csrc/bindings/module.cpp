@@ -64,7 +64,7 @@ bool load_kernels(int wire, int dtype, int device, const std::string& isa) {
 
 std::vector<std::string> variants(bool runs_here) {
   std::vector<std::string> names;
-  for (const Variant& variant : kVariants) {
+  for (const Variant& variant : all_variants()) {
     if (!runs_here || variant.runs_here()) names.push_back(variant.name);
   }
   return names;

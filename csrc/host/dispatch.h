@@ -1,12 +1,7 @@
-// The compilations of every op that this module carries, and which of them runs here.
+// The compilations of every op that this module carries, and which of them run here.
 #pragma once
 
-#include <cstring>
-
-#include "ops/a2a_lse_reduce.h"
-#include "ops/kv_gather.h"
-#include "ops/link_check.h"
-#include "ops/query_gather.h"
+#include "host/variant.h"
 
 namespace dcp {
 
@@ -34,18 +29,6 @@ DCP_DECLARE_OPS(v3)
 DCP_DECLARE_OPS(baseline)
 #endif
 #undef DCP_DECLARE_OPS
-
-// One compilation of all ops. The first in the table that the processor runs is the default.
-struct Variant {
-  const char* name;
-  bool (*runs_here)();
-  A2aLseReduceFns (*a2a_lse_reduce)();
-  QueryGatherFns (*query_gather)();
-  KvGatherFns (*kv_gather)();
-  LinkCheckFns (*link_check)();
-  // "", or why that device runs no kernel of this build.
-  void (*device_fault)(int device, char* text, size_t size);
-};
 
 #if defined(DCP_HAVE_V4_BF16) || defined(DCP_HAVE_V4) || defined(DCP_HAVE_V3)
 // The x86-64 psABI levels; __builtin_cpu_supports also asks the OS whether it saves the wide registers.
@@ -82,15 +65,5 @@ inline constexpr Variant kVariants[] = {
 #endif
 };
 #undef DCP_VARIANT
-
-// The variant of that name, or the best for "auto". Null: there is none, or the processor cannot run it.
-inline const Variant* find_variant(const char* name) {
-  for (const Variant& variant : kVariants) {
-    if (variant.runs_here() && (std::strcmp(name, "auto") == 0 || std::strcmp(name, variant.name) == 0)) {
-      return &variant;
-    }
-  }
-  return nullptr;
-}
 
 }  // namespace dcp
