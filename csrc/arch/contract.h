@@ -9,11 +9,13 @@
 //             Lanes<N> {rank, size, group, num_groups, sync, broadcast, kMaxGroups}: groups of up to N
 //             threads; Lanes<1>: each thread by itself
 //   launch    launch<Kernel>(params, launch): every channel of it runs Kernel::run(cta, params), maybe all at
-//             once, with a Kernel::Shared. On the host: device_fault(device, text, size): "", or why that device runs
-//             no kernel of this build
+//             once, with a Kernel::Shared. On the host: device_fault(device, text, size): "", or why that
+//             device runs no kernel of this build
 //   order     load_acquire_sys, load_relaxed_sys, store_release_sys, store_relaxed_sys (u32, u64, i64)
 //             load_after_reads_sys: for an own word; not before earlier loads of this thread
 //             fetch_add, compare_exchange_sys
+//             kSignalsTogether: whether a release waits for all stores in flight, so that flags of several
+//             peers are better raised side by side, after the stores to all, than each behind its own
 //             publish_done(cta): all stores of the CTA to peers are complete before a flag that follows
 //             signal_flag(flag, value, doorbell): a release store that also wakes a sleeping owner
 //   pull      kHasPull: whether payload may stay in its source's memory, for its owner to load it there

@@ -75,6 +75,13 @@ DCP_FN void broadcast_arrived(bool) {}
 // doorbell to ring.
 DCP_FN void multicast_flag(Flag* flag, uint64_t value) { store_release_sys(&flag->value, value); }
 
+// A release costs nothing here, and a peer that hears of its rows early can begin. A test build goes the way
+// of GPUs.
+#if !defined(DCP_SIGNALS_TOGETHER)
+#define DCP_SIGNALS_TOGETHER false
+#endif
+inline constexpr bool kSignalsTogether = DCP_SIGNALS_TOGETHER;
+
 // Raises a peer's flag and rings its doorbell; wakes the peer if it sleeps and this was the signal that it
 // sleeps for. Ring, then read `awaited`; the sleeper sets `awaited`, then reads `rings`: all sequentially
 // consistent, so that one of the two sees the other.

@@ -6,6 +6,9 @@ namespace dcp::DCP_NS::arch {
 
 DCP_FN void spin_pause() { sleep_ns(32); }
 
+// A release waits until all that the GPU has stored has arrived, through NVLink: once is enough.
+inline constexpr bool kSignalsTogether = true;
+
 // What to do between two looks at a flag: look again at once while the peer is likely to be near, then leave
 // the memory system alone for a while that grows to about a microsecond, a part of what a flag takes to
 // arrive.

@@ -170,7 +170,13 @@ class Channel {
   DCP_FN void signal_unordered(int peer) const {
     if (cta_.thread_rank() == 0) raise(peer);
   }
-  // The same for all peers at once, after stores that went to all of them (core/broadcast.h).
+  // The same for all peers at once, by a thread for each: one wait for the stores of all, and not one a peer.
+  DCP_FN void signal_each() const {
+    arch::publish_done(cta_);
+    raise_each();
+  }
+  DCP_FN void signal_each_unordered() const { raise_each(); }
+  // The same after stores that went to all of them (core/broadcast.h).
   DCP_FN void signal_all(bool uses_multicast) const {
     arch::broadcast_done(cta_, uses_multicast);
     if (has_multicast(symm_)) {
@@ -179,8 +185,7 @@ class Channel {
       if (cta_.thread_rank() == 0) arch::multicast_flag(flag, expected_flag());
       return;
     }
-    DCP_NO_UNROLL
-    for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks; i += cta_.size()) raise(peer_order(symm_, i));
+    raise_each();
   }
   // Where `source` said that its payload is; after `wait`.
   DCP_FN PayloadPlace payload_of(int source) const {
@@ -328,6 +333,10 @@ class Channel {
           stream_flag(symm_, control_, peer_order(symm_, i), stream_idx_, epoch, cta_.index(), symm_.rank);
       arch::store_release_sys(&flag->released, epoch);
     }
+  }
+  DCP_FN void raise_each() const {
+    DCP_NO_UNROLL
+    for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks; i += cta_.size()) raise(peer_order(symm_, i));
   }
   DCP_FN void raise(int peer) const {
     arch::signal_flag(flag_at(peer, symm_.rank), expected_flag(),

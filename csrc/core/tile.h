@@ -2,8 +2,62 @@
 #pragma once
 
 #include "arch/target.h"
+#include "core/lse.h"
 
 namespace dcp::DCP_NS {
+
+// The part of a table [num_shards][kHeadTile] that a lane works on: some heads of a tile; where a tile is one
+// head, some of its shards, whose loads then cost one trip to memory.
+struct LanePart {
+  static constexpr bool kByHead = arch::kHeadTile > 1;
+  template <class Lanes>
+  DCP_FN explicit LanePart(const Lanes& lanes)
+      : first_shard(kByHead ? 0 : lanes.rank()),
+        shard_step(kByHead ? 1 : lanes.size()),
+        first_head(kByHead ? lanes.rank() : 0),
+        head_step(kByHead ? lanes.size() : 1) {}
+  const int first_shard, shard_step, first_head, head_step;
+};
+
+// weight[s][h] holds LSEs, each written by the lane whose part it is, -inf for an empty shard; it becomes
+// exp(lse - max) / sum, 0 for an empty one. `max` and `sum` of the lane's heads come with it. Every head is
+// summed over the shards in rank order. The loops over heads are the inner ones and have no branches: of such
+// loops the compiler makes vectors. Not a sync at its end.
+template <class Lanes>
+DCP_FN void weights_of_lses(const Lanes& lanes, const LanePart& part, int num_shards, LseBase base,
+                            float (*weight)[arch::kHeadTile], float (&max)[arch::kHeadTile],
+                            float (&sum)[arch::kHeadTile]) {
+  const float log2_of_base = base == LseBase::kE ? kLog2E : 1.0f;
+  if (!LanePart::kByHead) lanes.sync();
+  for (int h = part.first_head; h < arch::kHeadTile; h += part.head_step) {
+    max[h] = weight[0][h];
+    sum[h] = 0.0f;
+  }
+  for (int s = 1; s < num_shards; ++s) {
+    for (int h = part.first_head; h < arch::kHeadTile; h += part.head_step) {
+      max[h] = weight[s][h] > max[h] ? weight[s][h] : max[h];
+    }
+  }
+  for (int h = part.first_head; h < arch::kHeadTile; h += part.head_step) {
+    if (!is_finite(max[h])) max[h] = 0.0f;  // all empty: -inf - 0, no NaN
+  }
+  if (!LanePart::kByHead) lanes.sync();  // all have read what each now overwrites
+  for (int s = part.first_shard; s < num_shards; s += part.shard_step) {
+    for (int h = part.first_head; h < arch::kHeadTile; h += part.head_step) {
+      weight[s][h] = lse_exp(weight[s][h] - max[h], log2_of_base);
+    }
+  }
+  if (!LanePart::kByHead) lanes.sync();
+  for (int s = 0; s < num_shards; ++s) {
+    for (int h = part.first_head; h < arch::kHeadTile; h += part.head_step) sum[h] += weight[s][h];
+  }
+  if (!LanePart::kByHead) lanes.sync();
+  for (int s = part.first_shard; s < num_shards; s += part.shard_step) {
+    for (int h = part.first_head; h < arch::kHeadTile; h += part.head_step) {
+      weight[s][h] *= sum[h] > 0.0f ? 1.0f / sum[h] : 0.0f;
+    }
+  }
+}
 
 template <class T, class Lanes>
 DCP_FN void fill_row(const Lanes& lanes, T* row, int64_t num_elements, float value) {

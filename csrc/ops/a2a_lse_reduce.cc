@@ -195,17 +195,14 @@ DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round
                          bool own_is_empty, float (*weight)[arch::kHeadTile], uint64_t& num_nonfinite) {
   const int num_ranks = p.symm.num_ranks, rank = p.symm.rank;
   const int own_first_head = rank * p.num_local_heads + tile.first_head;
-  // The lanes share the heads of a tile; of a single head, its shards: their loads then cost one trip.
-  constexpr bool kByHead = arch::kHeadTile > 1;
-  const int first_s = kByHead ? 0 : lanes.rank(), step_s = kByHead ? 1 : lanes.size();
-  const int first_h = kByHead ? lanes.rank() : 0, step_h = kByHead ? lanes.size() : 1;
-  for (int s = first_s; s < num_ranks; s += step_s) {
+  const LanePart part(lanes);
+  for (int s = part.first_shard; s < num_ranks; s += part.shard_step) {
     const float* staged = nullptr;
     if (s != rank) {
       const uint64_t from = plain_row<kWire>(p, s, round, tile.row);
       staged = symm_own<const float>(p.symm, from + p.lse_in_row) + tile.first_head;
     }
-    for (int h = first_h; h < arch::kHeadTile; h += step_h) {
+    for (int h = part.first_head; h < arch::kHeadTile; h += part.head_step) {
       if (h >= tile.num_heads) {
         weight[s][h] = -__builtin_inff();
       } else if (s == rank) {
@@ -215,42 +212,12 @@ DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round
       }
     }
   }
-  if (!kByHead) lanes.sync();
-  const LseBase base = p.lse_base;
-  const float log2_of_base = base == LseBase::kE ? kLog2E : 1.0f;
   float max[arch::kHeadTile], sum[arch::kHeadTile];
-  for (int h = first_h; h < arch::kHeadTile; h += step_h) {
-    max[h] = weight[0][h];
-    sum[h] = 0.0f;
-  }
-  for (int s = 1; s < num_ranks; ++s) {
-    for (int h = first_h; h < arch::kHeadTile; h += step_h) {
-      max[h] = weight[s][h] > max[h] ? weight[s][h] : max[h];
-    }
-  }
-  for (int h = first_h; h < arch::kHeadTile; h += step_h) {
-    if (!is_finite(max[h])) max[h] = 0.0f;  // all empty: -inf - 0, no NaN
-  }
-  if (!kByHead) lanes.sync();  // all have read what each now overwrites
-  for (int s = first_s; s < num_ranks; s += step_s) {
-    for (int h = first_h; h < arch::kHeadTile; h += step_h) {
-      weight[s][h] = lse_exp(weight[s][h] - max[h], log2_of_base);
-    }
-  }
-  if (!kByHead) lanes.sync();
-  for (int s = 0; s < num_ranks; ++s) {
-    for (int h = first_h; h < arch::kHeadTile; h += step_h) sum[h] += weight[s][h];
-  }
-  if (!kByHead) lanes.sync();
-  for (int s = first_s; s < num_ranks; s += step_s) {
-    for (int h = first_h; h < arch::kHeadTile; h += step_h) {
-      weight[s][h] *= sum[h] > 0.0f ? 1.0f / sum[h] : 0.0f;
-    }
-  }
+  weights_of_lses(lanes, part, num_ranks, p.lse_base, weight, max, sum);
   if (p.out_lse != nullptr) {
     for (int h = lanes.rank(); h < tile.num_heads; h += lanes.size()) {
       p.out_lse[tile.token * p.out_lse_token_stride + (tile.first_head + h) * p.out_lse_head_stride] =
-          sum[h] > 0.0f ? merged_lse(max[h], sum[h], base) : -__builtin_inff();
+          sum[h] > 0.0f ? merged_lse(max[h], sum[h], p.lse_base) : -__builtin_inff();
     }
   }
   lanes.sync();
@@ -406,11 +373,12 @@ struct Kernel {
       publish<T, kWire>(cta, p, round, peer, epoch, call, stores, num_nonfinite);
       if constexpr (kWire == Wire::kPull) {
         channel.signal(peer, place);
-      } else if constexpr (kWire == Wire::kPush) {
-        channel.signal(peer);
-      } else {
-        channel.signal_unordered(peer);
+      } else if constexpr (!arch::kSignalsTogether) {
+        kWire == Wire::kPush ? channel.signal(peer) : channel.signal_unordered(peer);
       }
+    }
+    if constexpr (arch::kSignalsTogether && kWire != Wire::kPull) {
+      kWire == Wire::kPush ? channel.signal_each() : channel.signal_each_unordered();
     }
     stores.finish(cta);
     if constexpr (kPacketBytes<kWire> > 0) {

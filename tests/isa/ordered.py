@@ -26,10 +26,20 @@ LINES = (
     ("core/channel.h", "arch::store_release_sys(&flag->released, epoch);", RELEASE_STORES),
     ("core/channel.h", "return arch::load_acquire_sys(&flag->released) >= epoch;", ACQUIRE_LOADS),
     ("core/channel.h", "arch::load_after_reads_sys(own_poison(", LOADS_AFTER_READS),
-    ("core/channel.h", "arch::fetch_add(&state_->channels_left, 1u)", ATOMICS),
+    ("core/channel.h", "arch::fetch_add(&state_->channels_left, mine)", ATOMICS),
     ("core/channel.h", "arch::store_release_sys(last_epoch(), epoch_);", RELEASE_STORES),
     ("ops/kv_gather.cc", "arch::broadcast_arrived(", ALIAS_FENCES),
     ("ops/query_gather.cc", "arch::broadcast_arrived(", ALIAS_FENCES),
+    # the check of the links: the same orders, and a result that a host reads
+    ("ops/link_check.cc", "return arch::load_acquire_sys(word) == nonce;", ACQUIRE_LOADS),
+    ("ops/link_check.cc", "arch::store_release_sys(&slot->line.value, p.nonce);", RELEASE_STORES),
+    ("ops/link_check.cc", "arch::store_release_sys(&mine->line.released, p_.nonce);", RELEASE_STORES),
+    ("ops/link_check.cc", "arch::store_multicast(slot->words", STORES),
+    ("ops/link_check.cc", "arch::broadcast_done(cta, true);", ALIAS_FENCES),
+    ("ops/link_check.cc", "arch::multicast_flag(&slot->line, p.nonce);", RELEASE_STORES),
+    ("ops/link_check.cc", "arch::broadcast_arrived(true);", ALIAS_FENCES),
+    ("ops/link_check.cc", "arch::store_relaxed_sys(&p.result->", STORES),
+    ("ops/link_check.cc", "arch::store_release_sys(&p.result->nonce", RELEASE_STORES),
     # words that others may read at any time, and that order nothing
     ("core/channel.h", "arch::store_relaxed_sys(&state_->call, call_);", STORES),
     ("core/channel.h", "arch::load_relaxed_sys(&state_->num_calls)", LOADS),
@@ -67,6 +77,11 @@ LINES = (
     ("core/fault.h", "arch::compare_exchange_sys(", ATOMICS),
     ("core/fault.h", "arch::store_relaxed_sys(&record->", STORES),
     ("core/fault.h", "arch::store_release_sys(&record->ready", RELEASE_STORES),
+    # what a host learns of them
+    ("core/fault.h", "arch::load_acquire_sys(&record->ready);", ACQUIRE_LOADS),
+    ("core/fault.h", "arch::load_relaxed_sys(&record->", LOADS | STORES),  # and the store around it
+    ("core/fault.h", "arch::store_relaxed_sys(&host_fault->ready", STORES),
+    ("core/fault.h", "arch::store_release_sys(&host_fault->poison", RELEASE_STORES),
 )  # fmt: skip
 
 
