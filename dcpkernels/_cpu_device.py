@@ -22,6 +22,7 @@ class CpuDevice:
     that."""
 
     heap: CpuHeap
+    reach = "all ranks share one host's memory"
 
     def __init__(
         self,

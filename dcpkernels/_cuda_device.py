@@ -5,9 +5,11 @@ call (csrc/bindings/plan.h); nothing here waits for the device but `refresh` and
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ from dcpkernels.errors import DcpDeviceError, DcpUnsupported
 from dcpkernels.heap.cuda import CudaHeap
 from dcpkernels.heap.group import Deadline, Group
 from dcpkernels.heap.torch_symmetric import TorchSymmetricHeap
-from dcpkernels.region_layout import RegionLayout
+from dcpkernels.heap.verdict import agree, attempt
+from dcpkernels.region_layout import FAULT_BYTES, RegionLayout
 
 _log = logging.getLogger("dcpkernels")
 
@@ -32,6 +35,7 @@ class CudaDevice:
     """Of one rank. It refers to nothing that refers to it, as CpuDevice."""
 
     heap: CudaHeap | TorchSymmetricHeap
+    reach = "all ranks map each other's memory"
     driver_api: Any = None  # cuda.bindings.driver, or torch.distributed._symmetric_memory; None: the real one
 
     def __init__(self, config: WorkspaceConfig, layout: RegionLayout, module: Any, index: int) -> None:
@@ -43,9 +47,11 @@ class CudaDevice:
     ) -> None:
         """Collective. Raises, the same on every rank, what the heap's `create` raises."""
         layout = self._layout
+        # First, for it may take a rank seconds more than another one, and needs no memory.
+        _, error = attempt(self._load_kernels)
+        agree(group, "workspace: load kernels", error=error, timeout_s=deadline.for_call())
 
         def check_links(heap: Any) -> None:
-            self._load_kernels()
             self._check_links(heap, group, deadline)
 
         is_torch = self._config.cuda_heap == "torch"
@@ -65,7 +71,9 @@ class CudaDevice:
 
     def _load_kernels(self) -> None:
         wire, dtype = self._config.wire_code, _check.DTYPE_CODES[self._config.dtype]
-        if not self._module.load_kernels(wire=wire, dtype=dtype, device=self.index):
+        with self._current():
+            is_loaded = self._module.load_kernels(wire=wire, dtype=dtype, device=self.index)
+        if not is_loaded:
             raise DcpDeviceError(f"device cuda:{self.index} must load the kernels (it did not)")
 
     def _check_links(self, heap: Any, group: Group, deadline: Deadline) -> None:
@@ -79,7 +87,8 @@ class CudaDevice:
             stream.synchronize()
             return list(words)
 
-        require_links(
+        check = functools.partial(
+            require_links,
             group,
             self._module,
             bases=heap.bases,
@@ -95,6 +104,8 @@ class CudaDevice:
             result=(heap.host_control + offset, read),
             agree_timeout_s=deadline.for_call(),
         )
+        with self._current():
+            check()
 
     def _new_stream(self) -> Any:
         return torch.cuda.Stream(self.index)
@@ -132,7 +143,7 @@ class CudaDevice:
     def rows(self, rows: Any) -> tuple[int, Any]:
         """Where kernels find an array of a plan, and what else has to live until then: a copy on the device."""
         with torch.inference_mode(False):
-            copy = torch.from_numpy(rows.copy()).to(f"cuda:{self.index}")  # not pinned: this waits until it is there
+            copy = torch.from_numpy(rows.copy()).pin_memory().to(f"cuda:{self.index}", non_blocking=True)
         return copy.data_ptr(), copy
 
     def uses(self, copies: tuple[Any, ...]) -> None:
@@ -146,8 +157,31 @@ class CudaDevice:
         self, run: Callable[..., int], run_in_threads: Callable[..., int], stream_idx: int
     ) -> Callable[..., int]:
         """What runs the calls of a plan: addresses in, a status out. On the stream that is the caller's then."""
-        current_stream = self.current_stream
-        return lambda *args: run(*args, current_stream())
+        index, current_stream = self.index, self.current_stream
+        exchange, give_back = self.exchange_device, self.give_back_device
+
+        def call(*args: Any) -> int:
+            before = exchange(index)
+            try:
+                return run(*args, current_stream())
+            finally:
+                if before != index:
+                    give_back(before)
+
+        return call
+
+    # torch's own, which make no context on a device that has none: a new thread is on device 0.
+    exchange_device = staticmethod(torch.cuda._exchange_device)
+    give_back_device = staticmethod(torch.cuda._maybe_exchange_device)
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """Makes the device current on this thread for a while."""
+        before = self.exchange_device(self.index)
+        try:
+            yield
+        finally:
+            self.give_back_device(before)
 
     def current_stream(self) -> int:
         """The caller's: its handle in the CUDA runtime."""
@@ -164,9 +198,16 @@ class CudaDevice:
 
     def refresh(self, endpoint: Any) -> None:
         """Has what the host reads of the region, faults and counters, brought up to date: a copy, for which it waits."""
-        endpoint.refresh(self.heap.read(0, self._layout.control_num_bytes))
+        words = self.heap.read(0, self._layout.control_num_bytes)
+        at = self._layout.parts["fault"].offset
+        poison = int.from_bytes(words[at : at + 8], "little")
+        reporter = poison >> 48 & 0xFF  # csrc/core/types.h: FaultRecord; only the reporter's own record is whole
+        record = self.heap.read(at, FAULT_BYTES, reporter) if poison and reporter < self.heap.num_ranks else b""
+        endpoint.refresh(words, record)
 
     def close(self, *, timeout_s: float) -> None:
+        if timeout_s == 0:
+            self.heap.hang_up()  # peers that wait for this rank need not wait for its kernels too
         try:
             self._wait()  # kernels of ours may still run
         except RuntimeError as error:  # the device is lost, and nothing runs on it
@@ -180,9 +221,9 @@ def require_room(config: WorkspaceConfig, layout: RegionLayout, index: int) -> N
     Raises DcpUnsupported.
     """
     num_blocks = torch.cuda.get_device_properties(index).multi_processor_count
-    num_channels = layout.num_channels * layout.num_streams
-    if num_channels > num_blocks:
+    if layout.num_channels * layout.num_streams > num_blocks:
         raise DcpUnsupported(
             f"workspace: num_channels * num_lanes * ops must be at most the {num_blocks} multiprocessors of cuda:{index} "
-            f"(got {layout.num_channels} * {config.num_lanes} * {len(layout.ops)})"
+            f"(got {layout.num_channels} * {config.num_lanes} * {len(layout.ops)}; "
+            f"num_channels={num_blocks // layout.num_streams} would do)"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -182,7 +183,8 @@ class _KvLane:
     ) -> None:
         self._module, self._device, self._calls, self.start, self.wait = module, device, calls, start, wait
         self._plan: Any = None  # keeps the rows that the sources point to
-        self._sources: dict[Any, tuple[Any, Any]] = {}  # and what keeps copies of them
+        self._sources: dict[Any, tuple[Any, Any]] = {}  # and copies of them
+        self._copies: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
         self._views: dict[Any, torch.Tensor] = {}
 
     def source(self, kv_cache: torch.Tensor, chunk: Chunk) -> Any:
@@ -193,8 +195,7 @@ class _KvLane:
         source, copies = self._sources.get(key, (None, ()))
         if source is None:
             size = kv_cache.element_size()
-            rows, keep_rows = self._device.rows(chunk.plan.source_rows(chunk.index))
-            finals, keep_finals = self._device.rows(chunk.plan.final_rows(chunk.index))
+            rows, finals, copies = self._rows(chunk)
             source = self._module.KvGatherSource(
                 block_size=chunk.plan.block_size,
                 block_stride=block_stride * size,
@@ -205,10 +206,19 @@ class _KvLane:
                 num_source_rows=len(chunk.plan.source_rows(chunk.index)),
                 cache_bytes=span_bytes(kv_cache),
             )
-            copies = keep_rows, keep_finals
             self._sources[key] = source, copies
         self._device.uses(copies)
         return source
+
+    def _rows(self, chunk: Chunk) -> tuple[int, int, tuple[Any, ...]]:
+        """Where kernels find the rows of the chunk, and copies that were made for that. Those live as long as the plan, for
+        a captured graph may come back to them."""
+        known = self._copies.setdefault(chunk.plan, {})
+        if chunk.index not in known:
+            rows, keep_rows = self._device.rows(chunk.plan.source_rows(chunk.index))
+            finals, keep_finals = self._device.rows(chunk.plan.final_rows(chunk.index))
+            known[chunk.index] = rows, finals, tuple(keep for keep in (keep_rows, keep_finals) if keep is not None)
+        return known[chunk.index]
 
     def view(self, buffers: list[torch.Tensor], chunk: Chunk) -> torch.Tensor:
         """Of the chunk that was waited for last."""

@@ -14,7 +14,7 @@ from dcpkernels.region_layout import GPU_ROUND_BYTES, ROUND_BYTES, RegionLayout
 WIRES = ("auto", "bulk", "packet")
 PACKET_BYTES = (8, 16, 128)
 CUDA_HEAPS = ("driver", "torch")
-_GPU_CHANNELS = 32  # a quarter of the multiprocessors of an H100; the rest is for the kernels around a call
+_GPU_CHANNELS = 24  # of three ops, half of the multiprocessors of an H100, and all but a few of an H20
 # Fields that may differ between ranks.
 _LOCAL_FIELDS = ("timeout_s", "first_call_timeout_s", "cpu_isa")
 
@@ -32,7 +32,7 @@ class WorkspaceConfig:
         num_lanes: independent streams with their own staging, for micro-batches that run at the same time.
         num_channels: parts of a call that a rank runs side by side: on a CPU in threads of its own
             (`Workspace(parallel_for=...)`), on a GPU one block of threads each. All that may wait at the same time need a
-            multiprocessor each: num_channels * num_lanes * ops. None: 1 on a CPU; on a GPU 32 // num_lanes, at least 1.
+            multiprocessor each: num_channels * num_lanes * ops. None: 1 on a CPU; on a GPU 24 // num_lanes, at least 1.
         zero_copy: peers read partial outputs where they are, in memory of the workspace that `Workspace.partial_out`
             hands out; only LSEs are copied, and each rank holds two buffers [max_num_tokens, num_heads, head_dim] a
             lane. Not with wire="packet".

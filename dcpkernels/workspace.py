@@ -95,7 +95,7 @@ class Workspace:
         self._impl, reason = self._make_backend(backend, prepared, deadline, cpus, parallel_for)
         self.backend, self._closed_impl = self._impl.name, self._impl
         _log.info(
-            "workspace: device %s (%s), rank %d of %d, backend %s (%s), %.1f MiB per rank, wire %s, multicast %s",
+            "workspace: target %s (%s), rank %d of %d, backend %s (%s), %.1f MiB per rank, wire %s, multicast %s",
             self.device, self._impl.isa, self.rank, self.num_ranks, self.backend, reason,
             self._impl.num_bytes / 2**20, self._impl.wire, self._impl.multicast,
         )  # fmt: skip
@@ -113,7 +113,7 @@ class Workspace:
                 direct = DirectBackend(
                     *common, device, isa=prepared.isa, payload=prepared.shared, deadline=deadline, **timeouts
                 )
-                return direct, reason if backend == "direct" else "all ranks map each other's memory"
+                return direct, reason if backend == "direct" else device.reach
             except (DcpTimeout, DcpInvalidArgument):
                 raise  # a rank that is not there, or a mistake: another backend would not help
             except DcpError as failure:
@@ -402,14 +402,16 @@ def _prepare_cuda(
         if not is_fine:
             raise DcpUnsupported(f"{name} must come with device cpu (got {str(device)!r})")
     module = _backend.load("cuda")
-    module.require_device(device.index or 0)
     if not torch.cuda.is_available():
+        module.require_device(0)  # says why, unless it is torch that lacks something
         raise DcpUnsupported(f"device {str(device)!r} needs a torch that was built for CUDA (got {torch.__version__})")
     if torch.cuda.is_current_stream_capturing():
         raise DcpInvalidArgument("workspace: must be made before a graph is captured (a capture is going on)")
     from dcpkernels._cuda_device import CudaDevice, require_room  # it needs much that a CPU does not
 
     index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(index):
+        module.require_device(index)
     layout = config.region_layout(num_ranks, "cuda")
     require_room(config, layout, index)
     return "cuda", f"cuda:{index}", "cuda", layout, lambda *_: CudaDevice(config, layout, module, index)

@@ -89,32 +89,19 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   Kernel::run(Cta(first_channel + int(blockIdx.x), &shared), params);
 }
 
-// The device of a launch, for as long as this lives. A thread that an engine has just started is on device 0.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) : device_(device) {
-    status_ = cudaGetDevice(&before_);
-    if (status_ == cudaSuccess && before_ != device_) status_ = cudaSetDevice(device_);
-  }
-  ~DeviceGuard() {
-    if (status_ == cudaSuccess && before_ != device_) cudaSetDevice(before_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-  cudaError_t status() const { return status_; }
-
- private:
-  const int device_;
-  int before_ = -1;
-  cudaError_t status_;
-};
+// Makes a device this thread's current one, if it is not. Who calls sees to what was current before: to set
+// that back here would make a context on a device that has none.
+inline cudaError_t use_device(int device) {
+  int current = -1;
+  const cudaError_t error = cudaGetDevice(&current);
+  return error != cudaSuccess || current == device ? error : cudaSetDevice(device);
+}
 
 // Enqueues Kernel::run for the channels of `launch`, a block each, on its stream. Without channels it loads
 // the kernel: to load one later, while a kernel of this process waits for a peer, could wait for that one.
 template <class Kernel>
 inline Status launch(const typename Kernel::Params& params, const Launch& launch) {
-  const DeviceGuard guard(launch.device);
-  cudaError_t error = guard.status();
+  cudaError_t error = use_device(launch.device);
   if (error == cudaSuccess && launch.end_channel <= launch.first_channel) {
     cudaFuncAttributes attributes;
     error = cudaFuncGetAttributes(&attributes, kernel_entry<Kernel>);
@@ -159,14 +146,19 @@ inline void device_fault(int device, char* text, size_t size) {
                   cudaGetErrorString(counted));
   } else if (device < 0 || device >= num_devices) {
     std::snprintf(text, size, "device must be below the number of devices, %d (got %d)", num_devices, device);
-  } else if (launch<Kernel>({}, {0, 0, nullptr, device}) != Status::kOk) {
+  } else {
+    cudaFuncAttributes attributes;
+    cudaError_t error = use_device(device);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel_entry<Kernel>);
+    if (error == cudaSuccess) return;
+    cudaGetLastError();
     cudaDeviceProp found = {};
     cudaGetDeviceProperties(&found, device);
     std::snprintf(
         text, size,
-        "the module must have code for device %d (%s, compute capability %d.%d; setup.py says what it "
-        "was built for)",
-        device, found.name, found.major, found.minor);
+        "device %d must run this module's code (%s, compute capability %d.%d: %s; setup.py says what it was "
+        "built for)",
+        device, found.name, found.major, found.minor, cudaGetErrorName(error));
   }
 }
 

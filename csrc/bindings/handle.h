@@ -153,9 +153,10 @@ class Endpoint {
     return DCP_NS::is_poisoned(host_symm_, control_);
   }
 
-  // Brings what the host reads up to date from `words`, a copy of the region's control words. A fault stays
-  // what it was; the marks of calls are the host's own.
-  void refresh(const std::string& words) const {
+  // Brings what the host reads up to date from `words`, a copy of the region's control words, and `record`,
+  // one of the fault record of the rank that reported what they say, or "". A fault stays what it was; the
+  // marks of calls are the host's own.
+  void refresh(const std::string& words, const std::string& record) const {
     require_open();
     if (!is_asynchronous()) return;
     const uint64_t copy = reinterpret_cast<uint64_t>(words.data());
@@ -168,9 +169,14 @@ class Endpoint {
       mine->num_calls = theirs->num_calls;
       mine->nonfinite_lse = theirs->nonfinite_lse;
     }
-    if (DCP_NS::is_poisoned(host_symm_, control_)) return;
-    FaultRecord* record = DCP_NS::symm_own<FaultRecord>(host_symm_, control_.fault_offset);
-    *record = *DCP_NS::symm_own<FaultRecord>(from, control_.fault_offset);
+    FaultRecord found = *DCP_NS::symm_own<FaultRecord>(from, control_.fault_offset);
+    if (found.poison == 0 || DCP_NS::is_poisoned(host_symm_, control_)) return;
+    if (record.size() == sizeof(found)) {
+      const uint64_t poison = found.poison;
+      std::memcpy(static_cast<void*>(&found), record.data(), sizeof(found));
+      found.poison = poison;
+    }
+    DCP_NS::take_fault(found, DCP_NS::symm_own<FaultRecord>(host_symm_, control_.fault_offset));
   }
 
   // All of these are called with the GIL held, which orders them: a call is counted before it lets go of the

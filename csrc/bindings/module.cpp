@@ -127,8 +127,11 @@ PYBIND11_MODULE(DCP_MODULE, module) {
           py::arg("address"), py::arg("num_bytes"))
       .def("fault", &fault_dict)
       .def(
-          "refresh", [](const Endpoint& endpoint, const py::bytes& words) { endpoint.refresh(words); },
-          py::arg("control_words"))
+          "refresh",
+          [](const Endpoint& endpoint, const py::bytes& words, const py::bytes& record) {
+            endpoint.refresh(words, record);
+          },
+          py::arg("control_words"), py::arg("record"))
       .def("close", &Endpoint::close)
       .def("hand_out_buffer", &Endpoint::hand_out_buffer, py::arg("stream_idx"))
       .def("stream_counters", &stream_counters, py::arg("stream_idx"));

@@ -61,6 +61,15 @@ inline Fault read_fault(const SymmView& symm, const ControlLayout& control) {
   return fault;
 }
 
+// Puts a fault, of which the host has heard otherwise than from a kernel, where it looks; the poison word
+// last.
+inline void take_fault(const FaultRecord& fault, FaultRecord* record) {
+  FaultRecord unseen = fault;
+  unseen.poison = record->poison;
+  *record = unseen;
+  arch::store_release_sys(&record->poison, fault.poison);
+}
+
 // The ranks whose socket is at its end. `socket_fds` holds -1 where there is none.
 inline uint64_t closed_sockets(const int* socket_fds, int num_ranks) {
   pollfd polls[kMaxRanks];

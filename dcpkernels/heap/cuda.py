@@ -124,13 +124,14 @@ class CudaHeap:
         anything refers to it, also after `close`."""
         return self._own("own_memory", offset, nbytes).memory(offset, nbytes)
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """A part of this rank's region, as it is now. Waits for no kernel."""
-        own, driver = self._own("read", offset, nbytes), self._held.driver
+    def read(self, offset: int, nbytes: int, rank: int | None = None) -> bytes:
+        """A part of this rank's region, or of another one's, as it is now. Waits for no kernel."""
+        self._own("read", offset, nbytes)
+        driver, base = self._held.driver, self.bases[self.rank if rank is None else rank]
         buffer = ctypes.create_string_buffer(nbytes)
         if nbytes > 0 and driver is not None:
             with driver.current():
-                driver.copy_from_device(ctypes.addressof(buffer), own.address + offset, nbytes)
+                driver.copy_from_device(ctypes.addressof(buffer), base + offset, nbytes)
         return buffer.raw
 
     def _own(self, op: str, offset: int, nbytes: int) -> Region:
@@ -145,6 +146,10 @@ class CudaHeap:
         """Ranks whose process ended, or dropped its heap, without `close`. Never blocks. Never names thread ranks, nor
         ranks of other hosts."""
         return self._held.mesh.lost_peers() if self._held.mesh is not None else ()
+
+    def hang_up(self) -> None:
+        """Closes the sockets without a goodbye, which peers take for this rank's death; the memory stays."""
+        self._held.close_sockets()
 
     def close(self, *, timeout_s: float) -> None:
         """Says goodbye, waits up to `timeout_s` for the peers' goodbyes (0 = not at all), and releases everything. No

@@ -189,17 +189,18 @@ class Driver:
         finally:
             self._call(_EXCHANGE, before)
 
-    def quietly(self, step: Callable[..., Any], *args: Any) -> None:
+    def quietly(self, step: Callable[..., Any], *args: Any) -> bool:
         """For taking down: as inside `current` where that works, calls `step(*args)` in any case, logs what fails. What is
         left to do must be done, and an error here would hide the one that led here. Garbage collection may come here
-        from anywhere, also from the middle of a capture."""
+        from anywhere, also from the middle of a capture. Returns whether the step was done."""
         before = self._try(self._call, _EXCHANGE, self._relaxed)
         pushed = self._try(self._call, "cuCtxPushCurrent", self._context)
-        self._try(step, *args)
+        done = self._try(step, *args) is not _FAILED
         if pushed is not _FAILED:
             self._try(self._call, "cuCtxPopCurrent")
         if before is not _FAILED:
             self._try(self._call, _EXCHANGE, before)
+        return done
 
     def wait_idle(self) -> None:
         """Until no kernel of this process runs on the device: one could still use what is about to be unmapped."""

@@ -88,7 +88,7 @@ class Region:
     def __init__(self, driver: Driver, handle: Handle, nbytes: int, devices: Sequence[int]) -> None:
         """Takes over `handle`, also when it raises."""
         self.handle, self.nbytes = handle, nbytes
-        self._users = 1
+        self._driver, self._users = driver, 1
         self._lock = threading.RLock()
         try:
             self._mapping = Mapping(driver, handle, nbytes, devices)
@@ -112,9 +112,10 @@ class Region:
         return memory
 
     def release(self) -> None:
-        """One user fewer; to be called once per user. The last one unmaps. Never raises."""
+        """One user fewer; to be called once per user. The last one unmaps, when no kernel runs any more: one that was
+        given a view of it may. Where the device cannot tell, the memory stays until the process ends. Never raises."""
         with self._lock:
             self._users -= 1
-            if self._users == 0:
+            if self._users == 0 and self._driver.quietly(self._driver.wait_idle):
                 self._mapping.release()
                 self.handle.release()

@@ -89,11 +89,13 @@ class Held:
 
     def release(self) -> None:
         """Local, may be called again. Waits for no rank, but for kernels of this process, which end at their deadlines. In
-        the order in which one rests on the other: multicast on the own region, everything on the context."""
+        the order in which one rests on the other: multicast on the own region, everything on the context. Where the device
+        cannot tell whether it is idle, nothing that a kernel may use is given back."""
         self.close_sockets()
         self.close_files()
-        if self.own is not None and self.is_open and self.driver is not None:
-            self.driver.quietly(self.driver.wait_idle)
+        driver = self.driver
+        if self.own is not None and self.is_open and driver is not None and not driver.quietly(driver.wait_idle):
+            return
         self.multicast.release()
         while self.peers:
             self.peers.pop().release()

@@ -265,13 +265,22 @@ class TorchSymmetricHeap:
         long as the object is referred to: of a tensor made from it, `torch.as_tensor` sees to that."""
         return _Memory(self._part("own_memory", offset, nbytes))
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """A copy of a part of this rank's region, behind what the current stream has been given to do."""
-        return self._part("read", offset, nbytes).cpu().numpy().tobytes()
+    def read(self, offset: int, nbytes: int, rank: int | None = None) -> bytes:
+        """A copy of a part of this rank's region. Waits for no kernel. Of another rank's there is none: b""."""
+        if rank not in (None, self.rank):
+            return b""
+        part = self._part("read", offset, nbytes)
+        if not part.is_cuda:
+            return part.numpy().tobytes()
+        with torch.cuda.stream(torch.cuda.Stream(part.device)):  # the caller's may wait for a peer
+            return part.cpu().numpy().tobytes()
 
     def lost_peers(self) -> tuple[int, ...]:
         """None that is known of: see `socket_fds`."""
         return ()
+
+    def hang_up(self) -> None:
+        """There is nothing by which peers could hear of it."""
 
     def close(self, *, timeout_s: float) -> None:
         """Waits for the device, so for kernels that still wait for a peer, and releases everything.

@@ -30,6 +30,9 @@ class FakeCudaDevice(CudaDevice):
     def rows(self, rows):
         return rows.ctypes.data, rows
 
+    exchange_device = staticmethod(lambda index: index)
+    give_back_device = staticmethod(lambda index: None)
+
     def current_stream(self):
         self.streams.append(0)
         return 0
