@@ -108,6 +108,7 @@ class Rank {
     p.stream_idx = stream;
     p.symm = symm_;
     p.buffers = buffers_;
+    if constexpr (requires { p.publish_to; }) p.publish_to = buffers_;
     p.control = shape_.control();
     p.wait = {60000000000, 60000000000, 20, 20, nullptr, nullptr};
   }
