@@ -218,6 +218,19 @@ class KvGatherLane:
         scale_value: float,
         stream: int = 0,
     ) -> int: ...
+    def whole(
+        self,
+        cache: int,
+        source: KvGatherSource,
+        chunk_idx: int,
+        plan_digest: int,
+        num_rows: int,
+        out: int,
+        out_stride: int,
+        scale: int,
+        scale_value: float,
+        stream: int = 0,
+    ) -> int: ...
     def wait_in_threads(
         self,
         parallel_for: Callable[[int, Callable[[int, int], None]], None],

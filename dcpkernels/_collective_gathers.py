@@ -34,6 +34,8 @@ _BF16_NAN = 0x7FC0  # every NaN becomes this one in csrc; torch makes 0xffff
 class CollectiveGathers:
     """Of one rank. `streams` has one for each lane of each gather that the configuration has."""
 
+    gathers_at_once = False
+
     def __init__(self, streams: Streams, module: Any, config: WorkspaceConfig, layout: RegionLayout) -> None:
         self._streams, self._module, self._config, self._layout = streams, module, config, layout
         lanes = range(config.num_lanes)

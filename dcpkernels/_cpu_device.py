@@ -22,6 +22,7 @@ class CpuDevice:
     that."""
 
     heap: CpuHeap
+    gathers_at_once = False  # channels may share a thread, where one that waits for all would wait for itself
     reach = "all ranks share one host's memory"
 
     def __init__(

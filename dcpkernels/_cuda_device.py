@@ -35,6 +35,7 @@ class CudaDevice:
     """Of one rank. It refers to nothing that refers to it, as CpuDevice."""
 
     heap: CudaHeap | TorchSymmetricHeap
+    gathers_at_once = True
     reach = "all ranks map each other's memory"
     driver_api: Any = None  # cuda.bindings.driver, or torch.distributed._symmetric_memory; None: the real one
 

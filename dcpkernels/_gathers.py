@@ -139,7 +139,8 @@ class DirectGathers:
         )
         start = self._device.calls(calls.start, calls.start_in_threads, stream_idx)
         wait = self._device.calls(calls.wait, calls.wait_in_threads, stream_idx)
-        return _KvLane(self._module, self._device, calls, start, wait)
+        whole = self._device.calls(calls.whole, calls.whole, stream_idx) if self._device.gathers_at_once else None
+        return _KvLane(self._module, self._device, calls, start, wait, whole)
 
     def kv_start(self, lane: int, kv_cache: torch.Tensor, chunk: Chunk) -> int:
         kv_lane = self._kv_lanes[lane]
@@ -151,22 +152,26 @@ class DirectGathers:
 
     def kv_wait(self, lane: int, chunk: Chunk, out: torch.Tensor | None, scale: Any) -> tuple[int, torch.Tensor | None]:
         """(status, the chunk [rows, dim] where there is no `out`)."""
+        status = self._kv_lanes[lane].wait(chunk.index, chunk.digest, *_result(chunk, out, scale))
+        return self._chunk(status, lane, chunk, out)
+
+    @property
+    def gathers_at_once(self) -> bool:
+        """Whether `kv_whole` is there, and faster than the two halves."""
+        return self._device.gathers_at_once
+
+    def kv_whole(
+        self, lane: int, kv_cache: torch.Tensor, chunk: Chunk, out: torch.Tensor | None, scale: Any
+    ) -> tuple[int, torch.Tensor | None]:
+        """`kv_start` and `kv_wait` in one kernel."""
         kv_lane = self._kv_lanes[lane]
-        has_rows = out is not None and out.numel() > 0
-        address, stride = (out.data_ptr(), out.stride(0) * out.element_size()) if has_rows else (0, 0)
-        is_tensor = isinstance(scale, torch.Tensor)
-        status = kv_lane.wait(
-            chunk.index,
-            chunk.digest,
-            chunk.shape[0],
-            address,
-            stride,
-            scale.data_ptr() if is_tensor else 0,
-            1.0 if is_tensor or scale is None else scale,
-        )
+        rows = (kv_cache.data_ptr(), kv_lane.source(kv_cache, chunk), chunk.index, chunk.digest)
+        return self._chunk(kv_lane.whole(*rows, *_result(chunk, out, scale)), lane, chunk, out)
+
+    def _chunk(self, status: int, lane: int, chunk: Chunk, out: torch.Tensor | None) -> tuple[int, torch.Tensor | None]:
         if status != 0 or out is not None:
             return status, None
-        return status, kv_lane.view(self._kv[lane], chunk)
+        return status, self._kv_lanes[lane].view(self._kv[lane], chunk)
 
 
 class _KvLane:
@@ -180,8 +185,10 @@ class _KvLane:
         calls: Any,
         start: Callable[..., int],
         wait: Callable[..., int],
+        whole: Callable[..., int] | None,
     ) -> None:
-        self._module, self._device, self._calls, self.start, self.wait = module, device, calls, start, wait
+        self._module, self._device, self._calls = module, device, calls
+        self.start, self.wait, self.whole = start, wait, whole
         self._plan: Any = None  # keeps the rows that the sources point to
         self._sources: dict[Any, tuple[Any, Any]] = {}  # and copies of them
         self._copies: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
@@ -227,6 +234,15 @@ class _KvLane:
         if view is None:
             view = self._views[key] = view_of(buffers[key[0]], chunk.shape, chunk.dtype)
         return view.detach()
+
+
+def _result(chunk: Chunk, out: torch.Tensor | None, scale: Any) -> tuple[int, int, int, int, float]:
+    """What a wait is told of the chunk that is wanted: rows; address and row stride of `out`; the scale's, or itself."""
+    has_rows = out is not None and out.numel() > 0
+    address, stride = (out.data_ptr(), out.stride(0) * out.element_size()) if has_rows else (0, 0)
+    if isinstance(scale, torch.Tensor):
+        return chunk.shape[0], address, stride, scale.data_ptr(), 1.0
+    return chunk.shape[0], address, stride, 0, 1.0 if scale is None else scale
 
 
 def span_bytes(tensor: torch.Tensor) -> int:

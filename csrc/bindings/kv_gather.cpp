@@ -54,6 +54,21 @@ class KvGatherLane : public Plan {
     });
   }
 
+  // Both at once.
+  int whole(uint64_t cache, const Source& source, int64_t chunk_idx, uint32_t plan_digest, int64_t num_rows,
+            uint64_t out, int64_t out_stride, uint64_t scale, float scale_value, uint64_t stream) {
+    return run(stream, [&] {
+      const int code = prepare_start(cache, source, chunk_idx, plan_digest);
+      if (code != 0) return code;
+      is_started_ = true;  // as `prepare_wait` will have it
+      const int wait_code =
+          prepare_wait(chunk_idx, plan_digest, num_rows, out, out_stride, scale, scale_value);
+      is_started_ = false;
+      part_ = Part::kWhole;
+      return wait_code;
+    });
+  }
+
   int buffer_idx() const { return p_.buffer_idx; }  // of the chunk that was started last
 
  private:
@@ -71,7 +86,7 @@ class KvGatherLane : public Plan {
     p_.num_source_rows = source.num_source_rows;
     p_.buffer_idx = int(num_started_ % 2);
     p_.call = DCP_NS::chunk_descriptor(lane_, p_.buffer_idx, chunk_idx, plan_digest);
-    waits_ = false;
+    part_ = Part::kStart;
     return 0;
   }
   int prepare_wait(int64_t chunk_idx, uint32_t plan_digest, int64_t num_rows, uint64_t out,
@@ -85,22 +100,24 @@ class KvGatherLane : public Plan {
     p_.num_rows = num_rows;
     p_.scale = reinterpret_cast<const float*>(scale);
     p_.scale_value = scale_value;
-    waits_ = true;
+    part_ = Part::kWait;
     return 0;
   }
   Status launch(const Launch& channels) override {
-    return waits_ ? fns_.wait(p_, channels) : fns_.start(p_, channels);
+    if (part_ == Part::kWhole) return fns_.whole(p_, channels);
+    return part_ == Part::kWait ? fns_.wait(p_, channels) : fns_.start(p_, channels);
   }
   uint64_t call() const override { return p_.call; }
   void finish(int status, bool) override {
-    is_started_ = !waits_ && status == 0;
-    num_started_ += is_started_;
+    is_started_ = part_ == Part::kStart && status == 0;
+    num_started_ += part_ != Part::kWait && status == 0;
   }
 
   KvGatherParams p_ = {};
   const KvGatherFns fns_;
   const int lane_;
-  bool waits_ = false, is_started_ = false;
+  enum class Part { kStart, kWait, kWhole } part_ = Part::kStart;
+  bool is_started_ = false;
   uint64_t num_started_ = 0;
 };
 
@@ -134,6 +151,10 @@ void bind_kv_gather(py::module_& module) {
   wait([&](auto... args) {
     lane.def("wait", &Lane::wait, args..., stream)
         .def("wait_in_threads", &Lane::wait_in_threads, parallel_for, args...);
+  });
+  start([&](auto... first) {
+    lane.def("whole", &Lane::whole, first..., py::arg("num_rows"), py::arg("out"), py::arg("out_stride"),
+             py::arg("scale"), py::arg("scale_value"), stream);
   });
 }
 

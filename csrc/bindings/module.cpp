@@ -59,6 +59,7 @@ bool load_kernels(int wire, int dtype, int device, const std::string& isa) {
   }
   return is_loaded && variant->kv_gather().start({}, none) == Status::kOk &&
          variant->kv_gather().wait({}, none) == Status::kOk &&
+         variant->kv_gather().whole({}, none) == Status::kOk &&
          variant->link_check().run({}, none) == Status::kOk;
 }
 

@@ -273,6 +273,10 @@ class Channel {
     return status == Status::kOk ? Left::kLast : Left::kLastFaulted;
   }
 
+  // In the thread that `leave` told so, of a call that starts a split round and ends it: the next one finds
+  // it waited for.
+  DCP_FN void count_as_waited() const { arch::store_release_sys(&state_->waited_epoch, epoch_); }
+
  private:
   // What a wait may be for. there(): is it there? missing(): which peers have not done their part? Where
   // threads wait together, they look together, and the one that leads decides for all: agree() is what it

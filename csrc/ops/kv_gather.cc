@@ -51,6 +51,31 @@ DCP_FN Status require_turn(const arch::Cta& cta, const KvGatherParams& p, const 
   return cta.broadcast(int(is_wrong)) == 0 ? Status::kOk : channel.refuse(FaultKind::kChunkTurn, p.call);
 }
 
+// Steps `acquire`, `publish` and `signal`.
+DCP_FN Status send(const arch::Cta& cta, const KvGatherParams& p, const Channel& channel) {
+  const Status status = channel.acquire(p.buffer_idx);
+  if (status != Status::kOk) return status;
+  const int64_t num_bytes = p.num_source_rows / p.control.num_channels * p.row_bytes;
+  const arch::PeerStores stores(channel.store_hint(), num_bytes);  // times the copies: after the wait
+  publish(cta, p, stores);
+  channel.lend(p.buffer_idx);
+  channel.signal_all(has_multicast(p.buffers));
+  stores.finish(cta);
+  return status;
+}
+
+// Steps `release`, `wait` and `dequantise`.
+DCP_FN Status receive(const arch::Cta& cta, const KvGatherParams& p, const Channel& channel) {
+  channel.release_previous();
+  const bool dequantises = p.out != nullptr;
+  const Status status = channel.wait(dequantises);
+  if (status != Status::kOk) return status;
+  arch::broadcast_arrived(has_multicast(p.buffers));
+  if (!dequantises) return channel.confirm();
+  dequantise(cta, p);
+  return channel.confirm_reads();
+}
+
 struct StartKernel {
   using Params = KvGatherParams;
   struct Shared {};
@@ -59,16 +84,7 @@ struct StartKernel {
     Channel channel(cta, p.symm, p.control, p.wait, p.stream_idx, p.call, Phase::kStart);
     Status status = channel.enter();
     if (status == Status::kOk) status = require_turn(cta, p, channel, channel.was_lent_before(p.buffer_idx));
-    if (status == Status::kOk) status = channel.acquire(p.buffer_idx);
-    if (status == Status::kOk) {
-      const int64_t num_bytes = p.num_source_rows / p.control.num_channels * p.row_bytes;
-      const arch::PeerStores stores(channel.store_hint(), num_bytes);  // times the copies: after the wait
-      publish(cta, p, stores);
-      channel.lend(p.buffer_idx);
-      const bool uses_multicast = has_multicast(p.buffers);
-      channel.signal_all(uses_multicast);
-      stores.finish(cta);
-    }
+    if (status == Status::kOk) status = send(cta, p, channel);
     channel.leave(status);
     return status;
   }
@@ -82,26 +98,33 @@ struct WaitKernel {
     Channel channel(cta, p.symm, p.control, p.wait, p.stream_idx, p.call, Phase::kWait);
     Status status = channel.enter();
     if (status == Status::kOk) status = require_turn(cta, p, channel, false);
-    if (status == Status::kOk) {
-      channel.release_previous();
-      const bool dequantises = p.out != nullptr;
-      status = channel.wait(dequantises);
-      if (status == Status::kOk) {
-        arch::broadcast_arrived(has_multicast(p.buffers));
-        if (dequantises) dequantise(cta, p);
-        status = dequantises ? channel.confirm_reads() : channel.confirm();
-      }
-    }
+    if (status == Status::kOk) status = receive(cta, p, channel);
     channel.leave(status);
+    return status;
+  }
+};
+
+struct WholeKernel {
+  using Params = KvGatherParams;
+  struct Shared {};
+
+  static DCP_FN Status run(const arch::Cta& cta, const Params& p) {
+    Channel channel(cta, p.symm, p.control, p.wait, p.stream_idx, p.call);
+    Status status = channel.enter();
+    if (status == Status::kOk) status = require_turn(cta, p, channel, channel.was_lent_before(p.buffer_idx));
+    if (status == Status::kOk) status = send(cta, p, channel);
+    if (status == Status::kOk) status = receive(cta, p, channel);
+    if (channel.leave(status) != Channel::Left::kLeft) channel.count_as_waited();
     return status;
   }
 };
 
 Status start(const KvGatherParams& p, const Launch& launch) { return arch::launch<StartKernel>(p, launch); }
 Status wait(const KvGatherParams& p, const Launch& launch) { return arch::launch<WaitKernel>(p, launch); }
+Status whole(const KvGatherParams& p, const Launch& launch) { return arch::launch<WholeKernel>(p, launch); }
 
 }  // namespace
 
-KvGatherFns kv_gather() { return {start, wait}; }
+KvGatherFns kv_gather() { return {start, wait, whole}; }
 
 }  // namespace dcp::DCP_NS

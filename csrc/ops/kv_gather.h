@@ -27,6 +27,10 @@
 //   confirm  no fault was reported before the last read
 //   leave    the last channel stores e
 //
+// `whole` is both in one kernel: enter, with what `start` requires, acquire, publish, signal, release, wait,
+// dequantise, confirm, leave. Its channels must be able to run side by side, as those of a GPU: with a scale
+// each waits for all channels of its peers. Ranks may make the same round in two halves or at once.
+//
 // No row is overwritten before it was read: round e + 2, in the same buffer, is started when all have
 // released round e. No flag is overwritten before it was seen: a rank starts round e + 2 after its wait for
 // round e + 1, to which each peer's flag comes after its own wait for round e.
@@ -68,6 +72,7 @@ struct KvGatherParams {
 struct KvGatherFns {
   Status (*start)(const KvGatherParams& params, const Launch& launch);
   Status (*wait)(const KvGatherParams& params, const Launch& launch);
+  Status (*whole)(const KvGatherParams& params, const Launch& launch);
 };
 
 }  // namespace dcp

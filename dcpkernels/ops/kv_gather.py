@@ -62,8 +62,15 @@ def kv_gather(
     """
     chunk = _checked(OP, kv_cache, plan, chunk_idx, workspace, lane)
     _check_output(OP, chunk, workspace, scale, out)  # before anything is sent
-    _start(OP, chunk, kv_cache, workspace, lane)
-    return _wait(OP, chunk, workspace, scale, out, lane)
+    gathers = workspace._open_impl(OP).gathers
+    if not gathers.gathers_at_once:
+        _start(OP, chunk, kv_cache, workspace, lane)
+        return _wait(OP, chunk, workspace, scale, out, lane)
+    out = _output(chunk, workspace, scale, out)
+    status, view = gathers.kv_whole(lane, kv_cache, chunk, out, scale)
+    if status != 0:
+        workspace._raise_status(OP, status, lane)
+    return view if out is None else out
 
 
 def kv_gather_start(
@@ -125,14 +132,19 @@ def _start(op: str, chunk: Chunk, kv_cache: torch.Tensor, workspace: Any, lane: 
 
 
 def _wait(op: str, chunk: Chunk, workspace: Any, scale: Any, out: Any, lane: int) -> torch.Tensor:
-    if scale is not None and out is None:
-        out = torch.empty(chunk.shape, dtype=torch.bfloat16, device=workspace.device)
+    out = _output(chunk, workspace, scale, out)
     status, view = workspace._open_impl(op).gathers.kv_wait(lane, chunk, out, scale)
     if status in (0, workspace._module.STATUS_FAULTED):  # after anything else it can still be waited for
         workspace._started_chunks.pop(lane, None)
     if status != 0:
         workspace._raise_status(op, status, lane)
     return view if out is None else out
+
+
+def _output(chunk: Chunk, workspace: Any, scale: Any, out: torch.Tensor | None) -> torch.Tensor | None:
+    if scale is None or out is not None:
+        return out
+    return torch.empty(chunk.shape, dtype=torch.bfloat16, device=workspace.device)
 
 
 def _checked(op: str, kv_cache: Any, plan: Any, chunk_idx: Any, workspace: Any, lane: Any) -> Chunk:

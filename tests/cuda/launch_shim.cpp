@@ -65,15 +65,6 @@ cudaError_t __wrap___cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block
 
 // For the test, by ctypes.
 __attribute__((visibility("default"))) int shim_num_launches() { return int(launched.size()); }
-__attribute__((visibility("default"))) int shim_num_kernels() {  // different ones
-  int num = 0;
-  for (size_t i = 0; i < launched.size(); ++i) {
-    bool is_new = true;
-    for (size_t k = 0; k < i; ++k) is_new = is_new && launched[k].kernel != launched[i].kernel;
-    num += is_new;
-  }
-  return num;
-}
 // Launches of kernels that nobody had loaded.
 __attribute__((visibility("default"))) int shim_num_not_loaded() { return num_not_loaded; }
 __attribute__((visibility("default"))) unsigned shim_num_blocks() { return launched.back().num_blocks; }

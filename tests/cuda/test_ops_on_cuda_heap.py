@@ -8,11 +8,24 @@ import random
 import pytest
 import torch
 
-from dcpkernels import DcpDeviceError, DcpTimeout, Workspace, WorkspaceConfig, a2a_lse_reduce, query_gather, reference
+from dcpkernels import (
+    DcpDeviceError,
+    DcpInvalidArgument,
+    DcpTimeout,
+    Workspace,
+    WorkspaceConfig,
+    a2a_lse_reduce,
+    kv_gather,
+    kv_gather_start,
+    kv_gather_wait,
+    query_gather,
+    reference,
+)
 from dcpkernels.testing import run_ranks
-from tests.a2a_calls import attempt, check_with_peers, make_call
+from tests.a2a_calls import attempt, check_with_peers, make_call, same_bits
 from tests.cuda.fake_device import FakeCudaDevice, fake_machine, on_fake_gpus
 from tests.cuda.fake_symm_mem import FakeSymmMem
+from tests.gather_calls import Context
 
 CONFIG = WorkspaceConfig(
     24, 64, 16, torch.bfloat16, query_head_dim=48, kv_chunk_rows=32, kv_dim=48, timeout_s=2.0, first_call_timeout_s=20.0
@@ -36,8 +49,8 @@ def run_all_ops(group, fields):
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_all_ops_in_processes(num_ranks):
     for num_calls, num_launches, live in run_ranks(run_all_ops, num_ranks, {}, mode="process"):
-        # self_check: a merge, a query and its release, a chunk. A chunk is started and waited for.
-        assert (num_calls, num_launches) == (4 + 5, 4 + 1 + 5)
+        # self_check: a merge, a query and its release, a chunk.
+        assert (num_calls, num_launches) == (4 + 5, 4 + 5)
         assert set(live.values()) == {0}, live
 
 
@@ -45,6 +58,51 @@ def test_all_ops_in_processes(num_ranks):
 def test_ways(fields):
     for _, _, live in run_ranks(run_all_ops, 2, fields, mode="process"):
         assert set(live.values()) == {0}, live
+
+
+def gather_chunks(group, by_halves, scaled):
+    """Chunks at once, in halves, and by some ranks so and by others so."""
+    rank = group.rank()
+    with on_fake_gpus(fake_machine(8), rank), Workspace(
+        group, config=dataclasses.replace(CONFIG, num_channels=1 if scaled else 3, kv_dim=32), backend="direct"
+    ) as workspace:
+        dtype = torch.float8_e4m3fn if scaled else torch.bfloat16
+        context = Context((70, 0, 41), workspace.num_ranks, 32, dtype)
+        plan, cache = context.plan(rank, 32), context.caches[rank]
+        scale = 0.5 if scaled else None
+        for i in [*range(plan.num_chunks)] * 4:
+            if by_halves(rank, i):
+                kv_gather_start(cache, plan, i, workspace=workspace)
+                chunk = kv_gather_wait(plan, i, workspace=workspace, scale=scale)
+            else:
+                chunk = kv_gather(cache, plan, i, workspace=workspace, scale=scale)
+            expected = context.chunk(32, i)
+            if scaled:  # a NaN has several codes
+                chunk, expected = chunk.nan_to_num(3e4), (expected.float() * scale).to(torch.bfloat16).nan_to_num(3e4)
+            assert same_bits(chunk, expected), i
+        kv_gather_start(cache, plan, 0, workspace=workspace)
+        raised = attempt(kv_gather, cache, plan, 1, workspace=workspace)  # one is to be waited for
+        kv_gather_wait(plan, 0, workspace=workspace, scale=scale)
+        workspace.check()
+    return type(raised.error)
+
+
+def never(rank, i):
+    return False
+
+
+def by_chunk(rank, i):
+    return i % 2 == 0
+
+
+def by_rank(rank, i):
+    return (rank + i) % 2 == 0
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["bytes", "dequantised"])
+@pytest.mark.parametrize("by_halves", [never, by_chunk, by_rank])
+def test_chunks_at_once_and_in_halves(by_halves, scaled):
+    assert run_ranks(gather_chunks, 3, by_halves, scaled, mode="process") == 3 * [DcpInvalidArgument]
 
 
 def run_all_ops_on_torch_memory(group):

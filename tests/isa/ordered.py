@@ -18,6 +18,7 @@ ATOMICS, LOADS_AFTER_READS, ALIAS_FENCES = {FENCE, ATOMIC, INVALIDATE}, {FENCE, 
 LINES = (
     # epochs and flags: sites.py says which of these order what
     ("core/channel.h", "next_epoch(arch::load_acquire_sys(last_epoch()))", ACQUIRE_LOADS),
+    ("core/channel.h", "arch::store_release_sys(&state_->waited_epoch, epoch_);", RELEASE_STORES),
     ("ops/kv_gather.cc", "Status status = channel.enter();", ACQUIRE_LOADS),  # the same: on sm_100a it bears this line
     ("core/channel.h", "arch::store_release_sys(&mine_->in_flight,", RELEASE_STORES),
     ("core/channel.h", "arch::signal_flag(flag_at(peer, symm_.rank)", RELEASE_STORES),
