@@ -144,7 +144,7 @@ def run_race(
     ],
 )
 def test_no_race(race_programs: dict[int, Path], threads: int, ranks: int, channels: int, calls: int, wire: str) -> None:
-    for seed in (1, 2):
+    for seed in (1, 2) if threads == 1 else (1,):  # barriers between threads take their time
         done = run_race(race_programs[threads], ranks, channels, calls, seed, wire)
         assert done.returncode == 0, done.stderr[:6000]
 
