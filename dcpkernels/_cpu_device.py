@@ -92,7 +92,7 @@ class CpuDevice:
         return rows.ctypes.data, None
 
     def uses(self, copies: tuple[Any, ...]) -> None:
-        """A kernel that the caller starts now reads these: here it has ended when the call returns."""
+        """Of `rows`, which makes no copies here."""
 
     # -- calls
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -80,7 +79,6 @@ class CudaDevice:
     def _check_links(self, heap: Any, group: Group, deadline: Deadline) -> None:
         offset = self._layout.parts["flags"].offset  # nobody reads flags in the host's copy of the control words
         words = (ctypes.c_uint64 * NUM_RESULT_WORDS).from_address(heap.host_control + offset)
-
         # A stream of its own: thread ranks on one device share the default one, and would wait for each other there.
         stream = self._new_stream()
 
@@ -88,25 +86,23 @@ class CudaDevice:
             stream.synchronize()
             return list(words)
 
-        check = functools.partial(
-            require_links,
-            group,
-            self._module,
-            bases=heap.bases,
-            bases_table=heap.bases_table,
-            multicast=heap.multicast,
-            offset=self._layout.parts["link_check"].offset,
-            nonce=1,
-            # Half of what is left: the verdict needs some of it. A wait here always ends.
-            timeout_s=min(deadline.remaining_s() / 2, _LINK_TIMEOUT_S),
-            wait_budget=(_NUM_SPINS, 0),
-            device=self.index,
-            stream=stream.cuda_stream,
-            result=(heap.host_control + offset, read),
-            agree_timeout_s=deadline.for_call(),
-        )
         with self._current():
-            check()
+            require_links(
+                group,
+                self._module,
+                bases=heap.bases,
+                bases_table=heap.bases_table,
+                multicast=heap.multicast,
+                offset=self._layout.parts["link_check"].offset,
+                nonce=1,
+                # Half of what is left: the verdict needs some of it. A wait here always ends.
+                timeout_s=min(deadline.remaining_s() / 2, _LINK_TIMEOUT_S),
+                wait_budget=(_NUM_SPINS, 0),
+                device=self.index,
+                stream=stream.cuda_stream,
+                result=(heap.host_control + offset, read),
+                agree_timeout_s=deadline.for_call(),
+            )
 
     def _new_stream(self) -> Any:
         return torch.cuda.Stream(self.index)

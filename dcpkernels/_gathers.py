@@ -46,6 +46,7 @@ class DirectGathers:
         device: CpuDevice | CudaDevice,
     ) -> None:
         self._module, self._endpoint, self._config, self._layout, self._device = module, endpoint, config, layout, device
+        self.gathers_at_once = device.gathers_at_once  # whether `kv_whole` is there
         lanes = range(config.num_lanes)
         self._query: list[torch.Tensor] = []
         self._kv: list[list[torch.Tensor]] = []
@@ -155,11 +156,6 @@ class DirectGathers:
         status = self._kv_lanes[lane].wait(chunk.index, chunk.digest, *_result(chunk, out, scale))
         return self._chunk(status, lane, chunk, out)
 
-    @property
-    def gathers_at_once(self) -> bool:
-        """Whether `kv_whole` is there, and faster than the two halves."""
-        return self._device.gathers_at_once
-
     def kv_whole(
         self, lane: int, kv_cache: torch.Tensor, chunk: Chunk, out: torch.Tensor | None, scale: Any
     ) -> tuple[int, torch.Tensor | None]:
@@ -214,7 +210,8 @@ class _KvLane:
                 cache_bytes=span_bytes(kv_cache),
             )
             self._sources[key] = source, copies
-        self._device.uses(copies)
+        if copies:
+            self._device.uses(copies)
         return source
 
     def _rows(self, chunk: Chunk) -> tuple[int, int, tuple[Any, ...]]:

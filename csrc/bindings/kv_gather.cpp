@@ -58,14 +58,10 @@ class KvGatherLane : public Plan {
   int whole(uint64_t cache, const Source& source, int64_t chunk_idx, uint32_t plan_digest, int64_t num_rows,
             uint64_t out, int64_t out_stride, uint64_t scale, float scale_value, uint64_t stream) {
     return run(stream, [&] {
-      const int code = prepare_start(cache, source, chunk_idx, plan_digest);
-      if (code != 0) return code;
-      is_started_ = true;  // as `prepare_wait` will have it
-      const int wait_code =
-          prepare_wait(chunk_idx, plan_digest, num_rows, out, out_stride, scale, scale_value);
-      is_started_ = false;
+      int code = prepare_start(cache, source, chunk_idx, plan_digest);
+      if (code == 0) code = prepare_result(num_rows, out, out_stride, scale, scale_value);
       part_ = Part::kWhole;
-      return wait_code;
+      return code;
     });
   }
 
@@ -93,6 +89,10 @@ class KvGatherLane : public Plan {
                    int64_t out_stride, uint64_t scale, float scale_value) {
     const uint64_t call = DCP_NS::chunk_descriptor(lane_, p_.buffer_idx, chunk_idx, plan_digest);
     if (!is_started_ || call != p_.call) return kNotStarted;
+    part_ = Part::kWait;
+    return prepare_result(num_rows, out, out_stride, scale, scale_value);
+  }
+  int prepare_result(int64_t num_rows, uint64_t out, int64_t out_stride, uint64_t scale, float scale_value) {
     const int64_t out_bytes = span_bytes(num_rows, out_stride, 1, 0, 2 * p_.row_bytes, 1);
     if (out != 0 && endpoint_.is_reserved({out, out_bytes})) return kOverlap;
     p_.out = reinterpret_cast<void*>(out);
@@ -100,7 +100,6 @@ class KvGatherLane : public Plan {
     p_.num_rows = num_rows;
     p_.scale = reinterpret_cast<const float*>(scale);
     p_.scale_value = scale_value;
-    part_ = Part::kWait;
     return 0;
   }
   Status launch(const Launch& channels) override {

@@ -236,7 +236,7 @@ def test_a_peer_may_still_store_to_what_has_been_closed():
 
 DEVICE_TEXT = "RuntimeError: CUDA driver error"
 ALLOCATE = f"torch must allocate {NBYTES} bytes of symmetric memory on cuda:0, {CONTROL} of the host"
-TODO = "free memory there, or make the workspace smaller"
+REMEDY = "free memory there, or make the workspace smaller"
 # case -> what is wrong on rank 1; class, beginning of the text, ranks
 REFUSALS = {
     "get_backend": (DcpError, f"check failed on rank 1: {DEVICE_TEXT}", (1,)),
@@ -260,7 +260,7 @@ REFUSALS = {
     ),
     "empty_strided_p2p": (
         DcpDeviceError,
-        f"allocate failed on rank 1: {ALLOCATE} ({DEVICE_TEXT}: empty_strided_p2p is not what it was); {TODO}",
+        f"allocate failed on rank 1: {ALLOCATE} ({DEVICE_TEXT}: empty_strided_p2p is not what it was); {REMEDY}",
         (1,),
     ),
     # The others hear of it from the store, after a while; still it is rank 1's own error that all raise.
