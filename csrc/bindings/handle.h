@@ -11,6 +11,7 @@
 
 #include "host/call.h"
 #include "host/region.h"
+#include "arch/test_build.h"
 #include "host/variant.h"
 
 namespace dcp {

@@ -4,10 +4,6 @@
 
 #include "bindings/handle.h"
 
-#ifndef DCP_BUILD_ID
-#define DCP_BUILD_ID "unknown"
-#endif
-
 namespace dcp {
 namespace {
 
