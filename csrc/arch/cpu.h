@@ -205,7 +205,7 @@ DCP_FN void map_elements(const Lanes& lanes, To* to, const From* from, int64_t n
 DCP_FN void store_1(void* to, uint8_t byte) { *static_cast<uint8_t*>(to) = byte; }
 
 // The one memory that all ranks map.
-inline constexpr bool kHasPull = true, kHasMulticast = true;
+inline constexpr bool kIsSynchronous = true, kHasPull = true, kHasMulticast = true;
 DCP_FN void store_multicast(void* to, const Words16& words) { store_16(to, words); }
 
 // How a channel's rows get into the peers' regions in one call. The peers read these lines two rounds ago, so

@@ -247,9 +247,6 @@ DCP_FN void publish_done(const Cta& cta) { cta.sync(); }
 // Raises a peer's flag. Nobody sleeps on a GPU, so no doorbell is rung.
 DCP_FN void signal_flag(Flag* flag, uint64_t value, Doorbell*) { store_release_sys(&flag->value, value); }
 
-// A load through NVLink waits for its answer, a store does not: payload is pushed.
-inline constexpr bool kHasPull = false;
-
 // ---- multicast
 
 struct Words16 {

@@ -6,7 +6,13 @@ namespace dcp::DCP_NS::arch {
 
 DCP_FN void spin_pause() { sleep_ns(32); }
 
-// A release waits until all that the GPU has stored has arrived, through NVLink: once is enough.
+inline constexpr bool kIsSynchronous = false;
+
+// A load from another GPU waits for its answer, a store does not; and what was stored is there already when a
+// rank comes late. So payload is pushed (docs/protocol.md).
+inline constexpr bool kHasPull = false;
+
+// A release waits until all that the GPU has stored has arrived at the others: once is enough.
 inline constexpr bool kSignalsTogether = true;
 
 // What to do between two looks at a flag: look again at once while the peer is likely to be near, then leave

@@ -195,6 +195,7 @@ class A2aLseReduceExchange : Call {
     DCP_CHECK(rank >= 0 && rank < geometry.num_ranks, rank);
     require_device(*variant, 0);
     fns_ = variant->a2a_lse_reduce();
+    DCP_CHECK(fns_.pack != nullptr, rank);
     p_.symm = {bases_.data(), rank, geometry.num_ranks};
     p_.control.num_channels = 1;
     p_.num_nonfinite_lse = &num_nonfinite_lse_;

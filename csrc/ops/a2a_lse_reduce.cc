@@ -471,8 +471,12 @@ Status run(const Params& p, const Launch& launch) {
 
 // A function and not a constant: HIP would give a constant to the device too, where these do not exist.
 A2aLseReduceFns a2a_lse_reduce() {
-  return {run, launch_for_dtype<DiscardKernel, Wire::kPush>, launch_for_dtype<PackKernel, Wire::kPush>,
-          launch_for_dtype<MergeKernel, Wire::kPush>};
+  if constexpr (arch::kIsSynchronous) {
+    return {run, launch_for_dtype<DiscardKernel, Wire::kPush>, launch_for_dtype<PackKernel, Wire::kPush>,
+            launch_for_dtype<MergeKernel, Wire::kPush>};
+  } else {
+    return {run, nullptr, nullptr, nullptr};
+  }
 }
 
 }  // namespace dcp::DCP_NS

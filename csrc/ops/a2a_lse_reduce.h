@@ -96,7 +96,7 @@ struct A2aLseReduceParams {
 // The collective fallback (dcpkernels/collective.py) moves the rows itself: `pack` publishes rows [first_row,
 // first_row + num_rows) into the staging of symm.bases[peer], `merge` reduces them from that of
 // symm.bases[rank]; no flag is touched. `discard` fills the output of a call with NaN: one of its channels
-// faulted.
+// faulted. All three are null where launches are not synchronous.
 struct A2aLseReduceFns {
   Status (*run)(const A2aLseReduceParams& params, const Launch& launch);
   Status (*discard)(const A2aLseReduceParams& params, const Launch& launch);
