@@ -4,13 +4,15 @@
     python setup.py build_ext --build-lib DIR --build-temp DIR --define NAME   a test build, somewhere else
 
 Each op source is compiled once per variant of a target (own flags, own namespace DCP_NS), each binding once (DCP_NS is
-then `host`).
+then `host`). For HIP, clang compiles an op for each device and then for the host, with the devices' code inside.
 An object is reused while its command, its compiler and all the headers that it read are unchanged.
 
 Environment
     DCPKERNELS_TARGETS=cpu,...  build exactly these; the default is all that this machine has a compiler for
     DCPKERNELS_CUDA_ARCHS=...   code for these only, 90a,100a,...; the default is all, and PTX for later ones
     DCPKERNELS_NVCC             the CUDA compiler; else nvcc of PATH, CUDA_HOME, /usr/local/cuda or wheels
+    DCPKERNELS_HIP_ARCHS=...    code for these only, gfx942,...; the default is gfx942 and gfx950
+    DCPKERNELS_HIPCC            the HIP compiler; else ROCm's, or any clang++ of PATH, or the one of the ziglang wheel
     DCPKERNELS_CXX or CXX       the C++ compiler
     DCPKERNELS_WERROR=1         warnings are errors (set in CI)
 """
@@ -24,14 +26,15 @@ import platform
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 from setuptools import Extension, setup
 from setuptools.command.build import build
@@ -47,6 +50,11 @@ CUDA_FLAGS = ("-x", "cu", "-std=c++20", "-O3", "--fmad=false", "--threads=2",
               "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra")  # fmt: skip
 # What the ops use is in sm_90: PTX of it serves every later architecture, for which there is no code here.
 CUDA_ARCHS, CUDA_PTX = ("90a", "100a", "103a", "120"), "90"
+# No header and no library of ROCm. What starts kernels with <<<>>> is left out: csrc/arch/hip_runtime.cpp does that.
+HIP_FLAGS = ("-x", "hip", "-nogpuinc", "-nogpulib", "--no-offload-new-driver", "-fno-hip-new-launch-api",
+             "-std=c++20", "-O3", "-ffp-contract=off", "-Wall", "-Wextra")  # fmt: skip
+HIP_ARCHS = {"gfx942": 17, "gfx950": 20}  # and the first LLVM that knows each
+NEWEST_CLANG = 29  # whose name is looked for
 
 
 class Missing(Exception):
@@ -57,6 +65,7 @@ class Missing(Exception):
 class Compiler:
     command: tuple[str, ...]
     version: str  # the first line of --version; part of what decides whether an object is still good
+    linker: tuple[str, ...] = ()  # of device code, where that is a program of its own
 
     @property
     def label(self) -> str:
@@ -100,7 +109,9 @@ def cudart(nvcc: Compiler) -> list[str]:
     for folder in map(os.path.normpath, folders):
         if Path(folder, "libcudart_static.a").exists():
             return [f"{folder}/libcudart_static.a", "-ldl", "-lrt"]
-    raise Missing(f"no libcudart_static.a in {' '.join(folders) or 'any folder of nvcc'} (install the CUDA run-time library)")
+    raise Missing(
+        f"no libcudart_static.a in {' '.join(folders) or 'any folder of nvcc'} (install the CUDA run-time library)"
+    )
 
 
 def cuda_codes() -> tuple[str, ...]:
@@ -110,9 +121,48 @@ def cuda_codes() -> tuple[str, ...]:
     return (*codes, *([] if asked else [f"-gencode=arch=compute_{CUDA_PTX},code=compute_{CUDA_PTX}"]))
 
 
+def hip_archs() -> list[str]:
+    asked = [arch.strip() for arch in os.environ.get("DCPKERNELS_HIP_ARCHS", "").split(",") if arch.strip()]
+    return asked or list(HIP_ARCHS)
+
+
+def find_hipcc() -> Compiler:
+    """A clang for AMD GPUs, with its linker: the one that hipcc calls, or any other."""
+    asked = os.environ.get("DCPKERNELS_HIPCC")
+    homes = [home for home in (os.environ.get("ROCM_PATH"), "/opt/rocm") if home]
+    names = ["hipcc", *(f"{home}/bin/hipcc" for home in homes), "clang++"]
+    names += [f"clang++-{version}" for version in range(NEWEST_CLANG, min(HIP_ARCHS.values()) - 1, -1)]
+    candidates = [asked] if asked else names
+    found = [[path] for path in map(shutil.which, candidates) if path]
+    if asked and not found:
+        raise Missing(f"DCPKERNELS_HIPCC={asked} is not a program on this machine")
+    if not asked and any(Path(folder, "ziglang").is_dir() for folder in sys.path):
+        found.append([sys.executable, "-m", "ziglang", "clang"])
+    needed = max(HIP_ARCHS.get(arch, 20) for arch in hip_archs())
+    faults = []
+    for command in found:
+        shown = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+        version = re.search(r".*clang version (\d+).*", shown)
+        if version is None or int(version[1]) < needed:
+            faults.append(f"{Path(command[0]).name} is {version[0].strip() if version else 'no clang'}")
+        elif "ziglang" in command:
+            include = next(
+                path for path in (Path(folder, "ziglang/lib/include") for folder in sys.path) if path.is_dir()
+            )
+            return Compiler((*command, "-isystem", str(include)), version[0], (*command[:-1], "ld.lld"))
+        else:
+            folder = Path(re.search(r"InstalledDir: (.*)", shown)[1])
+            if (folder / "ld.lld").exists():
+                return Compiler((str(folder / "clang++"),), version[0], (str(folder / "ld.lld"),))
+            faults.append(f"{Path(command[0]).name} has no ld.lld beside it")
+    got = f" ({'; '.join(faults)})" if faults else ""
+    raise Missing(f"no clang++ and ld.lld of LLVM {needed} or later for {' and '.join(hip_archs())}{got} "
+                  "(install ROCm, or clang and lld, or the wheel ziglang, or set DCPKERNELS_HIPCC)")  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Variant:
-    """One compilation of every op source, in a namespace of this name; the bindings see -DDCP_HAVE_<NAME>."""
+    """One compilation of every op source, in a namespace of this name; host/dispatch.h sees all in -DDCP_VARIANTS."""
 
     name: str
     flags: tuple[str, ...] = ()
@@ -126,6 +176,8 @@ class Target:
     variants: tuple[Variant, ...]
     strict: tuple[str, ...] = ("-Werror",)
     libraries: Callable[[Compiler], list[str]] = lambda compiler: []  # for the linker
+    # The steps from an op source to its object: (compiler, flags, source, output, title).
+    compile: Callable[..., list[Step]] = lambda *args: one_step(*args)
     ops: tuple[str, ...] = ("csrc/ops/*.cc", "csrc/host/*.cc")
     bindings: tuple[str, ...] = ("csrc/bindings/*.cpp",)  # compiled by the C++ compiler
 
@@ -157,9 +209,16 @@ TARGETS = (
         strict=("-Werror", "all-warnings"),
         libraries=cudart,
     ),
+    Target(
+        name="hip",
+        compiler=find_hipcc,
+        flags=(*HIP_FLAGS, *(f"--offload-arch={arch}" for arch in hip_archs())),
+        variants=(Variant("hip"),),
+        libraries=lambda compiler: ["-ldl"],
+        compile=lambda *args: devices_then_host(*args),
+        bindings=("csrc/bindings/*.cpp", "csrc/arch/hip_runtime.cpp"),
+    ),
 )
-# Targets that are planned and have no sources yet: named here so that the answer about them is a clear one.
-WITHOUT_SOURCES = ("hip",)
 
 
 def selected_targets() -> list[Target]:
@@ -169,8 +228,6 @@ def selected_targets() -> list[Target]:
     by_name = {target.name: target for target in TARGETS}
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name in WITHOUT_SOURCES:
-            raise SystemExit(f"error: DCPKERNELS_TARGETS={text}: {name} has no sources in this version")
         if name not in by_name:
             known = ", ".join(by_name)
             raise SystemExit(f"error: DCPKERNELS_TARGETS={text}: names must be among {known} (got {name})")
@@ -190,16 +247,17 @@ def build_id(target: Target, extra: list[str]) -> str:
 class Step:
     """A command that makes one file, and a stamp beside the file that says whether it has to run again."""
 
-    def __init__(self, title: str, command: list[str], output: Path, compiler: Compiler, inputs=None):
-        # `inputs`: the files that the command reads; None for a compiler, which lists them in a depfile.
-        self.title, self.output, self.inputs = title, output, inputs
+    def __init__(self, title: str, command: list[str], output: Path, compiler: Compiler, inputs=(), lists_more=None):
+        # `inputs`: files that the command reads; `lists_more`: how a compiler is asked to list the others in a file.
+        # Without a title it says nothing.
+        self.title, self.output, self.inputs, self.lists_more = title, output, inputs, lists_more
         self.key = [*command, compiler.version]
         self.draft = output.with_name(output.name + ".new")
         self.depfile = output.with_name(output.name + ".d")
         self.stamp = output.with_name(output.name + ".json")
         self.command = [*command, "-o", str(self.draft)]
-        if inputs is None:
-            self.command += ["-MD", "-MF", str(self.depfile)]
+        if lists_more:
+            self.command += lists_more(self.depfile)
 
     def is_fresh(self) -> bool:
         try:
@@ -210,25 +268,93 @@ class Step:
             return False
 
     def dependencies(self) -> list[str]:
-        if self.inputs is not None:
-            return [str(path) for path in self.inputs]
-        rule = self.depfile.read_text().replace("\\\n", " ")
-        return shlex.split(rule.partition(": ")[2])
+        inputs = [str(path) for path in self.inputs]
+        if self.lists_more:
+            rule = self.depfile.read_text().replace("\\\n", " ")
+            inputs += shlex.split(rule.partition(": ")[2])
+        return inputs
 
     def run(self) -> None:
         self.output.parent.mkdir(parents=True, exist_ok=True)
         self.stamp.unlink(missing_ok=True)
         start, started_ns = time.monotonic(), time.time_ns()
-        done = subprocess.run(self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode != 0:
-            raise CompileError(f"{self.title} failed\n{shlex.join(self.command)}\n{done.stdout}")
+        said = self.make()
         # A rename, so that a process which has the old module mapped keeps the old file.
         self.draft.replace(self.output)
         seconds = time.monotonic() - start
-        print(f"dcpkernels: {self.title} ({seconds:.1f} s)\n{done.stdout}".rstrip(), flush=True)
+        if self.title or said:
+            print(f"dcpkernels: {self.title} ({seconds:.1f} s)\n{said}".rstrip(), flush=True)
         deps = {path: os.stat(path).st_mtime_ns for path in self.dependencies()}
         if max(deps.values()) < started_ns:  # else one was saved as it was being read: build again
             self.stamp.write_text(json.dumps({"key": self.key, "deps": deps}))
+
+    def make(self) -> str:
+        """Makes the draft; returns what was said."""
+        done = subprocess.run(self.command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode != 0:
+            title = self.title or Path(self.command[0]).name
+            raise CompileError(f"{title} failed\n{shlex.join(self.command)}\n{done.stdout}")
+        return done.stdout
+
+
+class FatBinary(Step):
+    """Puts code objects, by architecture, into one file: clang's offload bundle, as clang-offload-bundler writes it and
+    as every HIP runtime reads it. (https://clang.llvm.org/docs/ClangOffloadBundler.html#bundled-binary-file-layout)"""
+
+    def __init__(self, code_objects: dict[str, Path], output: Path, compiler: Compiler):
+        super().__init__("", ["fat binary", *code_objects], output, compiler, inputs=[*code_objects.values()])
+        self.code_objects = code_objects
+
+    def make(self) -> str:
+        page = 4096  # code objects are loaded from where they lie
+        images = {"host-x86_64-unknown-linux-gnu-": b""}
+        images |= {f"hipv4-amdgcn-amd-amdhsa--{arch}": path.read_bytes() for arch, path in self.code_objects.items()}
+        entries, body, offset = b"", b"", page
+        for triple, image in images.items():
+            entries += struct.pack("<QQQ", offset, len(image), len(triple)) + triple.encode()
+            padded = image.ljust(-(-len(image) // page) * page, b"\0")
+            body += padded
+            offset += len(padded)
+        head = b"__CLANG_OFFLOAD_BUNDLE__" + struct.pack("<Q", len(images)) + entries
+        self.draft.write_bytes(head.ljust(page, b"\0") + body)
+        return ""
+
+
+def depfile_flags(path: Path) -> list[str]:
+    return ["-MD", "-MF", str(path)]
+
+
+def clang_depfile_flags(path: Path) -> list[str]:
+    """The same where clang compiles for a GPU: its driver passes on no -MF then."""
+    asked = ["-dependency-file", str(path), "-MT", "device", "-sys-header-deps"]
+    return [word for flag in asked for word in ("-Xclang", flag)]
+
+
+def one_step(compiler: Compiler, flags: list[str], source: str, output: Path, title: str) -> list[Step]:
+    return [Step(title, [*compiler.command, *flags, "-c", source], output, compiler, lists_more=depfile_flags)]
+
+
+def devices_then_host(compiler: Compiler, flags: list[str], source: str, output: Path, title: str) -> list[Step]:
+    """Device code is assembled and linked by separate commands, for not every clang knows where its tools are; and one
+    that compiles for several devices at once wants clang-offload-bundler, which Debian has in a package of its own."""
+    flags = [*flags, f"-cuid={Path(source).stem}"]  # else made of the folder's name
+    steps, code_objects = [], {}
+    for arch in [flag.partition("=")[2] for flag in flags if flag.startswith("--offload-arch=")]:
+        text, code, linked = (output.with_name(f"{output.stem}.{arch}.{kind}") for kind in ("s", "o", "hsaco"))
+        one_arch = [flag for flag in flags if not flag.startswith("--offload-arch=")] + [f"--offload-arch={arch}"]
+        command = [*compiler.command, *one_arch, "--cuda-device-only", "-S", source]
+        steps.append(Step(f"{title} {arch}", command, text, compiler, lists_more=clang_depfile_flags))
+        assemble = ["--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-x", "assembler", "-c", str(text)]
+        steps.append(Step("", [*compiler.command, *assemble], code, compiler, inputs=[text]))
+        link = [*compiler.linker, "-shared", "--no-undefined", str(code)]
+        steps.append(Step("", link, linked, compiler, inputs=[code]))
+        code_objects[arch] = linked
+    fat_binary = output.with_suffix(".hipfb")
+    steps.append(FatBinary(code_objects, fat_binary, compiler))
+    embed = ["-Xclang", "-fcuda-include-gpubinary", "-Xclang", str(fat_binary)]
+    command = [*compiler.command, *flags, *HOST_FLAGS, "--cuda-host-only", *embed, "-c", source]
+    steps.append(Step(f"{title} host", command, output, compiler, inputs=[fat_binary], lists_more=depfile_flags))
+    return steps
 
 
 def place(built: Path, destination: Path) -> None:
@@ -284,7 +410,7 @@ class BuildTargets(build_ext):
             variants = " ".join(variant.name for variant in ext.target.variants)
             built[ext.target.name] = f"{ext.target.name} [{variants}] ({self.compilers[ext.name].label})"
         rest = dict.fromkeys((target.name for target in TARGETS if target.name not in built), "not asked for")
-        rest |= missing | dict.fromkeys(WITHOUT_SOURCES, "no sources in this version")
+        rest |= missing
         reasons = "".join(f"; {name}: {reason}" for name, reason in rest.items())
         print(f"dcpkernels: built {', '.join(built.values()) or 'nothing'}{reasons}", flush=True)
 
@@ -312,13 +438,13 @@ class BuildTargets(build_ext):
         asked = self.variants.split(",") if self.variants else [variant.name for variant in target.variants]
         variants = [variant for variant in target.variants if variant.name in asked]
 
-        steps = []
+        chains = []  # of steps that build on each other
         for source in target.sources(target.ops):
             for variant in variants:
                 flags = [*common, *target.flags, *variant.flags, f"-DDCP_NS={variant.name}", *more]
                 output = folder / variant.name / (Path(source).name + ".o")
-                command = [*compiler.command, *flags, "-c", source]
-                steps.append(Step(f"compile {source} [{variant.name}]", command, output, compiler))
+                title = f"compile {source} [{variant.name}]"
+                chains.append(target.compile(compiler, flags, source, output, title))
 
         # What bindings do with control words, a host does: in the words of the CPU target.
         common = ["-Icsrc", "-DDCP_TARGET_CPU", "-DDCP_NS=host", *(["-Werror"] if is_strict else [])]
@@ -326,28 +452,32 @@ class BuildTargets(build_ext):
         own = {
             "DCP_BUILD_ID": [f'-DDCP_BUILD_ID="{build_id(target, more)}"'],
             "DCP_MODULE": [f"-DDCP_MODULE=_C_{target.name}"],
-            "host/dispatch.h": [f"-DDCP_HAVE_{variant.name.upper()}" for variant in variants],
+            "host/dispatch.h": ["-DDCP_VARIANTS(X)=" + " ".join(f"X({variant.name})" for variant in variants)],
         }
         for source in target.sources(target.bindings):
             text = Path(source).read_text()
             mine = [flag for name, flags in own.items() if name in text for flag in flags]
-            command = [*host.command, *COMMON_FLAGS, *HOST_FLAGS, *common, *mine, *more, *python_includes(), "-c", source]
+            flags = [*COMMON_FLAGS, *HOST_FLAGS, *common, *mine, *more, *python_includes()]
             output = (folder if mine else folder.parent) / "bindings" / (Path(source).name + ".o")
-            steps.append(Step(f"compile {source}", command, output, host))
+            chains.append(one_step(host, flags, source, output, f"compile {source}"))
 
-        self.run_all([step for step in steps if self.force or not step.is_fresh()])
-        objects = [step.output for step in steps]
+        self.run_all(chains)
+        objects = [steps[-1].output for steps in chains]
         command = [*host.command, "-shared", "-pthread", *cxxflags, *map(str, objects), *target.libraries(compiler)]
         link = Step(f"link _C_{target.name}", command, self.module_file(ext), host, inputs=objects)
-        if self.force or not link.is_fresh():
-            link.run()
+        self.run_in_order([link])
         return link.output
 
-    def run_all(self, steps: list[Step]) -> None:
+    def run_all(self, chains: list[list[Step]]) -> None:
         jobs = self.parallel or len(os.sched_getaffinity(0))
-        with ThreadPoolExecutor(max(1, min(jobs, len(steps)))) as pool:
-            for result in [pool.submit(step.run) for step in steps]:
+        with ThreadPoolExecutor(max(1, min(jobs, len(chains)))) as pool:
+            for result in [pool.submit(self.run_in_order, steps) for steps in chains]:
                 result.result()
+
+    def run_in_order(self, steps: list[Step]) -> None:
+        for step in steps:
+            if self.force or not step.is_fresh():
+                step.run()
 
 
 def python_includes() -> list[str]:

@@ -1,6 +1,6 @@
-// HIP target (gfx942, gfx950): threads, launch, order, time, conversions. Compiled by clang for the device
-// alone, with its builtins only: no ROCm header, no device library. The rest, which NVIDIA shares, is in
-// gpu_numbers.h and gpu_bytes.h.
+// HIP target (gfx942, gfx950): threads, launch, order, time, conversions. Compiled by clang, once for each
+// device and once for the host, with its builtins only: no ROCm header, no device library. What NVIDIA shares
+// is in gpu_numbers.h and gpu_bytes.h; what the host does with the compiled kernels, in hip_runtime.cpp.
 //
 // Every pointer that comes here is into global memory. Generic addresses would cost `flat` instructions,
 // which also occupy the path to shared memory; so accesses go through Global<T>.
@@ -14,9 +14,10 @@
 #pragma once
 
 #if !defined(__HIP__)
-#error "the HIP target is compiled by clang (-x hip --cuda-device-only)"
+#error "the HIP target is compiled by clang (-x hip)"
 #endif
 
+#include "arch/hip_runtime.h"
 #include "core/types.h"
 
 #define DCP_FN __attribute__((device)) inline __attribute__((always_inline))
@@ -29,8 +30,13 @@
 
 namespace dcp::DCP_NS::arch {
 
+#if defined(__HIP_DEVICE_COMPILE__)
 template <class T>
 using Global = __attribute__((address_space(1))) T;
+#else
+template <class T>
+using Global = T;  // the host reads kernels without compiling them, and has one address space
+#endif
 template <class T>
 DCP_FN Global<T>* global(T* p) {
   return (Global<T>*)p;  // only a C cast changes the address space
@@ -114,20 +120,17 @@ kernel_entry(const typename Kernel::Params params, int first_channel) {
   Kernel::run(Cta(first_channel + int(__builtin_amdgcn_workgroup_id_x()), &shared), params);
 }
 
-// Enqueues a kernel of this module's code object. Declared only: the host side, which loads code objects
-// through the HIP module API, comes with the HIP module. Until then this header is compiled for the device
-// alone.
-Status launch_from_code_object(const void* kernel, const Launch& launch, int num_threads, const void* params,
-                               size_t params_bytes);
+// "", or why `device` runs no kernel of this build.
+inline void device_fault(int device, char* text, size_t size) {
+  hip_runtime::device_fault(device, text, size);
+}
 
-// "", or why `device` runs no kernel of this build; defined beside it.
-void device_fault(int device, char* text, size_t size);
-
-// Enqueues Kernel::run for the channels of `launch`, a block each, on its stream.
+// Enqueues Kernel::run for the channels of `launch`, a block each, on its stream. Without channels it loads
+// the kernel: to load one later, while a kernel of this process waits for a peer, could wait for that one.
 template <class Kernel>
 inline Status launch(const typename Kernel::Params& params, const Launch& launch) {
-  return launch_from_code_object(reinterpret_cast<const void*>(&kernel_entry<Kernel>), launch, kNumThreads,
-                                 &params, sizeof(params));
+  return hip_runtime::launch(reinterpret_cast<const void*>(&kernel_entry<Kernel>), launch, kNumThreads,
+                             &params);
 }
 
 // ---- order
@@ -195,8 +198,6 @@ DCP_FN void signal_flag(Flag* flag, uint64_t value, Doorbell*) { store_release_s
 struct Words16 {
   uint32_t word[4];
 };
-
-inline constexpr bool kHasPull = true;
 
 // These GPUs have no store that reaches several of them. What asks for it is never compiled into a kernel.
 inline constexpr bool kHasMulticast = false;

@@ -69,8 +69,8 @@ int cuGetProcAddress(const char* name, void** function, int version, unsigned lo
 """
 
 
-def found_by_calls(**env):
-    done = subprocess.run([sys.executable, "-c", CALLS], capture_output=True, text=True, check=False, env=os.environ | env)
+def found_by_calls(calls=CALLS, **env):
+    done = subprocess.run([sys.executable, "-c", calls], capture_output=True, text=True, check=False, env=os.environ | env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
