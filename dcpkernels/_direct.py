@@ -1,5 +1,5 @@
 """The backend over symmetric memory: every rank maps every rank's region, and the kernels do the rest. What depends on
-the device is in _cpu_device.py and _cuda_device.py."""
+the device is in _cpu_device.py and _gpu_device.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dcpkernels.region_layout import GATHER_PARTS, RegionLayout
 
 if TYPE_CHECKING:
     from dcpkernels._cpu_device import CpuDevice
-    from dcpkernels._cuda_device import CudaDevice
+    from dcpkernels._gpu_device import GpuDevice
 
 
 class DirectBackend:
@@ -34,7 +34,7 @@ class DirectBackend:
         config: WorkspaceConfig,
         layout: RegionLayout,
         module: Any,
-        device: CpuDevice | CudaDevice,
+        device: CpuDevice | GpuDevice,
         *,
         isa: str,
         payload: dict[str, Any],

@@ -16,7 +16,7 @@ from dcpkernels.region_layout import RegionLayout
 
 if TYPE_CHECKING:
     from dcpkernels._cpu_device import CpuDevice
-    from dcpkernels._cuda_device import CudaDevice
+    from dcpkernels._gpu_device import GpuDevice
 
 
 class QueryPlan:
@@ -43,7 +43,7 @@ class DirectGathers:
         endpoint: Any,
         config: WorkspaceConfig,
         layout: RegionLayout,
-        device: CpuDevice | CudaDevice,
+        device: CpuDevice | GpuDevice,
     ) -> None:
         self._module, self._endpoint, self._config, self._layout, self._device = module, endpoint, config, layout, device
         self.gathers_at_once = device.gathers_at_once  # whether `kv_whole` is there
@@ -177,7 +177,7 @@ class _KvLane:
     def __init__(
         self,
         module: Any,
-        device: CpuDevice | CudaDevice,
+        device: CpuDevice | GpuDevice,
         calls: Any,
         start: Callable[..., int],
         wait: Callable[..., int],

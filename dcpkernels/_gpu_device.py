@@ -1,4 +1,5 @@
-"""What the direct backend needs of an NVIDIA GPU: regions in device memory, and the caller's current stream.
+"""What the direct backend needs of a GPU: regions in device memory, and the caller's current stream. What the vendors do
+in different ways is in _cuda_device.py and _hip_device.py; PyTorch calls both `cuda`.
 
 A call enqueues one kernel and returns. What a kernel finds wrong it leaves in memory that the host reads at the next
 call (csrc/bindings/plan.h); nothing here waits for the device but `refresh` and `close`."""
@@ -17,26 +18,24 @@ from dcpkernels import _check
 from dcpkernels._link_check import NUM_RESULT_WORDS, require_links
 from dcpkernels.config import WorkspaceConfig
 from dcpkernels.errors import DcpDeviceError, DcpUnsupported
-from dcpkernels.heap.cuda import CudaHeap
 from dcpkernels.heap.group import Deadline, Group
-from dcpkernels.heap.torch_symmetric import TorchSymmetricHeap
 from dcpkernels.heap.verdict import agree, attempt
 from dcpkernels.region_layout import FAULT_BYTES, RegionLayout
 
 _log = logging.getLogger("dcpkernels")
 
-# Looks at a flag before the first pause: about what a flag takes through NVLink.
+# Looks at a flag before the first pause: about what a flag takes from GPU to GPU.
 _NUM_SPINS = 1000
 _LINK_TIMEOUT_S = 30.0  # all ranks come from a verdict: they differ by milliseconds
 
 
-class CudaDevice:
+class GpuDevice:
     """Of one rank. It refers to nothing that refers to it, as CpuDevice."""
 
-    heap: CudaHeap | TorchSymmetricHeap
+    heap: Any  # dcpkernels.heap.gpu.GpuHeap, or what has all of it
     gathers_at_once = True
     reach = "all ranks map each other's memory"
-    driver_api: Any = None  # cuda.bindings.driver, or torch.distributed._symmetric_memory; None: the real one
+    driver_api: Any = None  # what stands in for the vendor's Python bindings; None: the real ones
 
     def __init__(self, config: WorkspaceConfig, layout: RegionLayout, module: Any, index: int) -> None:
         """`index`: of the device in this process."""
@@ -54,9 +53,7 @@ class CudaDevice:
         def check_links(heap: Any) -> None:
             self._check_links(heap, group, deadline)
 
-        is_torch = self._config.cuda_heap == "torch"
-        make = TorchSymmetricHeap.create if is_torch else CudaHeap.create
-        self.heap = make(
+        self.heap = self.make_heap(
             group,
             layout.num_bytes,
             device=self.index,
@@ -66,8 +63,11 @@ class CudaDevice:
             timeout_s=deadline.for_call(),
             multicast=self._config.multicast and len(layout.ops) > 1,  # else there is nothing to broadcast
             check_links=check_links,
-            **{"symm_mem" if is_torch else "driver_api": self.driver_api},
         )
+
+    def make_heap(self, group: Group, nbytes: int, **options: Any) -> Any:
+        """The vendor's, by its `create`."""
+        raise NotImplementedError
 
     def _load_kernels(self) -> None:
         wire, dtype = self._config.wire_code, _check.DTYPE_CODES[self._config.dtype]

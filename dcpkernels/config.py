@@ -14,6 +14,7 @@ from dcpkernels.region_layout import GPU_ROUND_BYTES, ROUND_BYTES, RegionLayout
 WIRES = ("auto", "bulk", "packet")
 PACKET_BYTES = (8, 16, 128)
 CUDA_HEAPS = ("driver", "torch")
+HIP_HANDLES = ("auto", "ipc", "vmm")
 _GPU_CHANNELS = 24  # of three ops, half of the multiprocessors of an H100, and all but a few of an H20
 # Fields that may differ between ranks.
 _LOCAL_FIELDS = ("timeout_s", "first_call_timeout_s", "cpu_isa")
@@ -52,7 +53,10 @@ class WorkspaceConfig:
         multicast: a gathered byte is stored once for all ranks where the device can do that (on a CPU all ranks map one
             physical buffer). False: each rank has buffers of its own, and every rank stores into each of them.
         cuda_heap: whose memory a GPU's regions are: "driver" makes them with the CUDA driver (needs the extra `cuda`),
-            "torch" takes torch's symmetric memory, for engines that rendezvous there anyway.
+            "torch" takes torch's symmetric memory, for engines that rendezvous there anyway. NVIDIA only.
+        hip_handles: how ranks reach each other's regions on AMD GPUs (needs the extra `hip`): "ipc" by the runtime's
+            handles for other processes, "vmm" by descriptors of virtual memory, of ROCm 7 and later; "auto": by the
+            first, and where a rank cannot, all by the second.
         timeout_s: seconds that a wait for another rank may take; 0 = for ever. DCPKERNELS_TIMEOUT_S replaces it.
         first_call_timeout_s: the same for the first call of an op on a lane, and for making the workspace: ranks start at
             different times. DCPKERNELS_FIRST_CALL_TIMEOUT_S replaces it.
@@ -84,6 +88,7 @@ class WorkspaceConfig:
     kv_dtype: torch.dtype = torch.bfloat16
     multicast: bool = True
     cuda_heap: str = "driver"
+    hip_handles: str = "auto"
     timeout_s: float = 30.0
     first_call_timeout_s: float = 300.0
     cpu_isa: str | None = None
@@ -142,6 +147,10 @@ class WorkspaceConfig:
             raise DcpInvalidArgument(f"workspace: packet_bytes must be one of {PACKET_BYTES} (got {self.packet_bytes!r})")
         if self.cuda_heap not in CUDA_HEAPS:
             raise DcpInvalidArgument(f"workspace: cuda_heap must be one of {CUDA_HEAPS} (got {self.cuda_heap!r})")
+        if self.hip_handles not in HIP_HANDLES:
+            raise DcpInvalidArgument(
+                f"workspace: hip_handles must be one of {HIP_HANDLES} (got {self.hip_handles!r})"
+            )
         for name in ("zero_copy", "multicast"):
             if not isinstance(getattr(self, name), bool):
                 raise DcpInvalidArgument(f"workspace: {name} must be True or False (got {getattr(self, name)!r})")

@@ -39,8 +39,9 @@ class Workspace:
 
     Args:
         group: a torch.distributed process group of any backend; None = the default group.
-        device: "cpu", or "cuda", "cuda:1", ...: an NVIDIA GPU. Ops then take tensors there, enqueue one kernel on the
-            caller's current stream and return; errors of a kernel come at the next call, or from `check`.
+        device: "cpu", or "cuda", "cuda:1", ...: a GPU, of AMD where torch is a ROCm build. Ops then take tensors there,
+            enqueue one kernel on the caller's current stream and return; errors of a kernel come at the next call, or
+            from `check`.
         config: what it is made for.
         backend: "direct" is symmetric memory; "collective" is torch.distributed (gloo), slower, with equal results, also
             over several hosts; "auto" is direct where all ranks can, else collective on all of them. The log says which
@@ -311,7 +312,7 @@ class Workspace:
         if status == module.STATUS_LAUNCH_FAILED:
             raise DcpDeviceError(
                 f"{op}: the device must take the kernel (it refused the launch on {self.device}; a kernel before may have failed: "
-                "CUDA_LAUNCH_BLOCKING=1 shows which)"
+                "CUDA_LAUNCH_BLOCKING=1 or AMD_SERIALIZE_KERNEL=3 shows which)"
             )
         raise DcpError(f"{op}: status must be known (got {status})")
 
@@ -345,7 +346,7 @@ def _prepare(device: str | torch.device, config: WorkspaceConfig | None, backend
         asked = torch.device(device)
     except (RuntimeError, TypeError):
         raise DcpInvalidArgument(f"device must name a torch device (got {device!r})") from None
-    prepare = {"cpu": _prepare_cpu, "cuda": _prepare_cuda}.get(asked.type)
+    prepare = {"cpu": _prepare_cpu, "cuda": _prepare_gpu}.get(asked.type)
     if prepare is None:
         raise DcpUnsupported(f"device must have a target: cpu or cuda (got {str(device)!r})")
     target, name, isa, layout, make_device = prepare(asked, config, backend, num_ranks)
@@ -389,32 +390,49 @@ def _prepare_cpu(
     return "cpu", "cpu", isa, layout, make_device
 
 
-def _prepare_cuda(
+def _prepare_gpu(
     device: torch.device, config: WorkspaceConfig, backend: str, num_ranks: int
 ) -> tuple[str, str, str, RegionLayout, Callable[[int, ParallelFor | None], Any]]:
-    """The same of an NVIDIA GPU."""
-    if torch.version.hip is not None:
-        raise DcpUnsupported("device must have a target: there is none for ROCm in this version (got a ROCm build of torch)")
+    """The same of a GPU. A ROCm build of torch calls its devices `cuda` too."""
+    target = "cuda" if torch.version.hip is None else "hip"
     for name, is_fine in {
         'backend="collective"': backend != "collective",
         "zero_copy": not config.zero_copy,
     }.items():
         if not is_fine:
             raise DcpUnsupported(f"{name} must come with device cpu (got {str(device)!r})")
-    module = _backend.load("cuda")
+    if target == "hip" and config.cuda_heap != "driver":
+        raise DcpUnsupported(f"cuda_heap must be 'driver' on AMD GPUs (got {config.cuda_heap!r})")
+    if target == "hip" and config.wire == "packet" and config.packet_bytes > 16:
+        raise DcpUnsupported(f"packet_bytes must be 8 or 16 on AMD GPUs (got {config.packet_bytes})")
+    module = _backend.load(target)
     if not torch.cuda.is_available():
         module.require_device(0)  # says why, unless it is torch that lacks something
-        raise DcpUnsupported(f"device {str(device)!r} needs a torch that was built for CUDA (got {torch.__version__})")
+        raise DcpUnsupported(
+            f"device {str(device)!r} needs a torch that was built for a GPU (got {torch.__version__})"
+        )
     if torch.cuda.is_current_stream_capturing():
         raise DcpInvalidArgument("workspace: must be made before a graph is captured (a capture is going on)")
-    from dcpkernels._cuda_device import CudaDevice, require_room  # it needs much that a CPU does not
+    from dcpkernels._gpu_device import require_room  # it needs much that a CPU does not
+
+    device_class = _device_class(target)
 
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):
         module.require_device(index)
     layout = config.region_layout(num_ranks, "cuda")
     require_room(config, layout, index)
-    return "cuda", f"cuda:{index}", "cuda", layout, lambda *_: CudaDevice(config, layout, module, index)
+    return target, f"cuda:{index}", target, layout, lambda *_: device_class(config, layout, module, index)
+
+
+def _device_class(target: str) -> Any:
+    if target == "hip":
+        from dcpkernels._hip_device import HipDevice
+
+        return HipDevice
+    from dcpkernels._cuda_device import CudaDevice
+
+    return CudaDevice
 
 
 def _closed_error(op: str) -> DcpError:
