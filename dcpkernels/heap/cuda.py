@@ -1,71 +1,24 @@
 """The CUDA heap: every rank's region, in the memory of its device, mapped by every rank; and multicast, where it works.
 
-Setting up takes these steps. Each ends in a group verdict, so that it succeeds on all ranks or raises the same on all:
-
-1. `check` over the caller's group: same payload and sizes, a device and a driver for each. Nothing is allocated before.
-2. `connect`: on one host, a socket between every two processes, as for the CPU heap. Later verdicts go over these.
-3. `measure`: how regions are to be rounded up, who cannot reach whom, whether multicast is worth a try.
-4. `create region`: memory, an address, access, zeros, and what `init` wants at its start; and memory of the host.
-5. `map peers`: descriptors go over the sockets, on one host. Between hosts a handle is 64 bytes (fabric) and goes through
-   the group; whether the machines can do that shows when step 4 tries it, for the device attribute says yes where there is
-   no permission. Thread ranks hand over the mapping itself.
-6. Multicast (cuda_multicast.py), which may fail without harm.
-7. `check links`: the caller's look at whether bytes really arrive.
-
-Calls of the driver have no deadline. Nothing has a name anywhere: the driver frees what a killed process leaves.
+The steps are those of gpu.py. In `map peers` descriptors go over the sockets, on one host. Between hosts a handle is 64 bytes
+(fabric) and goes through the group; whether the machines can do that shows when `create region` tries it, for the device
+attribute says yes where there is no permission. Behind it comes multicast (cuda_multicast.py), which may fail without harm.
 """
 
 from __future__ import annotations
 
-import ctypes
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-from dcpkernels.errors import DcpError, DcpInvalidArgument
-from dcpkernels.heap.cuda_region import DeviceMemory, Region
-from dcpkernels.heap.cuda_setup import Held, Made, Setup
+from dcpkernels.heap.cuda_setup import CudaHeld, CudaSetup
+from dcpkernels.heap.gpu import GpuHeap
 from dcpkernels.heap.group import Deadline, Group
-from dcpkernels.heap.mesh import gave_up
 
 
-class CudaHeap:
-    """One region per rank. `bases[r]` is where kernels of this rank's device see rank r's region; `nbytes` is the size of
-    each. Host code cannot load or store there.
+class CudaHeap(GpuHeap):
+    """On NVIDIA GPUs."""
 
-    `multicast`: where a multimem store at +offset reaches `offset` of every rank's region; 0 when there is none, and
-    `multicast_reason` says "yes" or why not. `bases_table`: address, on the device, of uint64[num_ranks] with `bases`.
-    `host_control`: `control_nbytes` of zeroed memory of the host, pinned, at the same address for host code and kernels.
-    `socket_fds` as in CpuHeap; all -1 for thread ranks, and between hosts.
-
-    Once closed, `bases` is empty, the other addresses are 0 and `socket_fds` is all -1.
-    """
-
-    rank: int
-    num_ranks: int
-    nbytes: int
-    control_nbytes: int
-    device: int
-    device_name: str
-    bases: list[int]
-    bases_table: int
-    multicast: int
-    multicast_reason: str
-    host_control: int
-    socket_fds: list[int]
-
-    def __init__(self, rank: int, made: Made, held: Held) -> None:
-        """For `create` only."""
-        self.rank, self.num_ranks, self.bases, self.bases_table = rank, len(made.bases), made.bases, made.bases_table
-        self.nbytes, self.control_nbytes = made.nbytes, made.control_nbytes
-        self.device, self.device_name = made.device, made.device_name
-        self.multicast, self.multicast_reason = held.multicast.address, made.multicast_reason
-        self.host_control = held.host
-        self.socket_fds = held.mesh.socket_fds if held.mesh is not None else [-1] * self.num_ranks
-        self._held = held
-        self._finalizer = weakref.finalize(self, held.release)
-        # At exit the driver releases everything, also while kernels still use the memory.
-        self._finalizer.atexit = False
+    _held: CudaHeld
 
     @classmethod
     def create(
@@ -95,9 +48,10 @@ class CudaHeap:
         each other; several hosts without fabric handles), DcpDeviceError (a call of the driver failed, with its error
         and what to do), DcpTimeout (a rank did not come), DcpPeerLost (a rank died). Then nothing is left behind.
         """
-        held, heap = Held(), None
-        try:
-            setup = Setup(
+        held, deadline = CudaHeld(), Deadline(timeout_s)
+
+        def setup() -> CudaSetup:
+            return CudaSetup(
                 group,
                 held,
                 nbytes=nbytes,
@@ -105,63 +59,10 @@ class CudaHeap:
                 device=device,
                 payload=payload,
                 multicast=multicast,
-                deadline=Deadline(timeout_s),
+                deadline=deadline,
             )
-            heap = cls(group.rank, setup.make(init, driver_api), held)
-            if check_links is not None:
-                setup.check_links(check_links, heap)
-            return heap
-        except BaseException as error:
-            if heap is not None:
-                heap._forget()
-            if held.mesh is not None:
-                held.mesh.abort(gave_up(group.rank, error))
-            held.release()
-            raise
 
-    def own_memory(self, offset: int, nbytes: int) -> DeviceMemory:
-        """A part of this rank's region, by `__cuda_array_interface__` (uint8). The region stays mapped as long as
-        anything refers to it, also after `close`."""
-        return self._own("own_memory", offset, nbytes).memory(offset, nbytes)
+        return cls._create(group, held, setup, deadline, init, driver_api, check_links)
 
-    def read(self, offset: int, nbytes: int, rank: int | None = None) -> bytes:
-        """A part of this rank's region, or of another one's, as it is now. Waits for no kernel."""
-        self._own("read", offset, nbytes)
-        driver, base = self._held.driver, self.bases[self.rank if rank is None else rank]
-        buffer = ctypes.create_string_buffer(nbytes)
-        if nbytes > 0 and driver is not None:
-            with driver.current():
-                driver.copy_from_device(ctypes.addressof(buffer), base + offset, nbytes)
-        return buffer.raw
-
-    def _own(self, op: str, offset: int, nbytes: int) -> Region:
-        if self._held.own is None:
-            raise DcpError(f"{op}: the heap must be open (it is closed)")
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            text = f"{op}: must be inside the region of {self.nbytes} bytes (got {nbytes} bytes at {offset})"
-            raise DcpInvalidArgument(text)
-        return self._held.own
-
-    def lost_peers(self) -> tuple[int, ...]:
-        """Ranks whose process ended, or dropped its heap, without `close`. Never blocks. Never names thread ranks, nor
-        ranks of other hosts."""
-        return self._held.mesh.lost_peers() if self._held.mesh is not None else ()
-
-    def hang_up(self) -> None:
-        """Closes the sockets without a goodbye, which peers take for this rank's death; the memory stays."""
-        self._held.close_sockets()
-
-    def close(self, *, timeout_s: float) -> None:
-        """Says goodbye, waits up to `timeout_s` for the peers' goodbyes (0 = not at all), and releases everything. No
-        kernel may use the heap any more. May be called again; a peer that is dead is not waited for."""
-        self._forget()
-        try:
-            if self._held.mesh is not None:
-                self._held.mesh.part(timeout_s)
-        finally:
-            self._finalizer()
-
-    def _forget(self) -> None:
-        """Nobody can find an address that is about to be unmapped."""
-        self.multicast = self.bases_table = self.host_control = 0
-        self.bases.clear()
+    def _describe(self, steps: CudaSetup) -> None:
+        self.multicast, self.multicast_reason = self._held.multicast.address, steps.multicast_reason

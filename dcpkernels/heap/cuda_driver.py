@@ -6,26 +6,18 @@ or on anything with the same functions (tests/cuda/fake_driver.py). cuda-python 
 
 from __future__ import annotations
 
-import logging
-import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from dcpkernels.errors import DcpDeviceError, DcpUnsupported
+from dcpkernels.errors import DcpDeviceError, DcpError, DcpUnsupported
 from dcpkernels.heap.cuda_errors import call_error
-
-_log = logging.getLogger("dcpkernels")
+from dcpkernels.heap.gpu_driver import FABRIC, FD, NONE, GpuDriver, text_of
 
 # 12.3 is the first with fabric handles. Multicast came with 12.1, the rest is older.
 MIN_VERSION = 12030
 
 _EXCHANGE = "cuThreadExchangeStreamCaptureMode"
-_FAILED = object()
 
-# How memory is to leave the process: not at all, as a descriptor, or as 64 bytes that work on other hosts too.
-NONE, FD, FABRIC = "none", "fd", "fabric"
 _HANDLE_TYPES = {
     NONE: "CU_MEM_HANDLE_TYPE_NONE",
     FD: "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR",
@@ -54,27 +46,13 @@ def _no_driver(error: Exception) -> DcpUnsupported:
     )
 
 
-class Driver:
-    """The driver as one rank sees it, and its device. Counted: `open` and `share` each want a `close`; the last one
-    gives up the context. Made without allocating anything on the device.
-
-    Calls for memory, streams and copies are made inside `with driver.current():`, which leaves the thread's current
-    context as it was, so that an engine that has another device selected keeps it.
-    """
-
-    device: int
-    name: str
-    uuid: str
-    pci: str
-    version: int
+class Driver(GpuDriver):
+    """The last `close` gives up the context. `current` leaves the thread's current context as it was."""
 
     def __init__(self, api: Any, device: int) -> None:
         """Raises DcpUnsupported (no driver, too old a one, no such device) or DcpDeviceError."""
-        self._api, self.device, self.name, self._pid = api, device, "", os.getpid()
-        self._lock = threading.RLock()
-        self._users = 0
+        super().__init__(api, device)
         self._context: Any = None
-        self._stream: Any = None
         self._call("cuInit", 0)
         self.version = int(self._call("cuDriverGetVersion"))
         if self.version < MIN_VERSION:
@@ -85,32 +63,22 @@ class Driver:
             text = f"device must be one of the {self.num_devices} that this process sees (got {device})"
             raise DcpUnsupported(f"{text}: see CUDA_VISIBLE_DEVICES")
         self._device = self._call("cuDeviceGet", device)
-        self.name = _text(self._call("cuDeviceGetName", 256, self._device))
+        self.name = text_of(self._call("cuDeviceGetName", 256, self._device))
         self.uuid = bytes(self._call("cuDeviceGetUuid", self._device).bytes).hex()
-        self.pci = _text(self._call("cuDeviceGetPCIBusId", 32, self._device))
+        self.pci = text_of(self._call("cuDeviceGetPCIBusId", 32, self._device))
 
-    def __str__(self) -> str:
-        return f"device {self.device}" + (f", {self.name}" if self.name else "")
+    @property
+    def version_text(self) -> str:
+        return dotted(self.version)
 
-    def _call(self, call: str, *args: Any, nbytes: int | None = None, fabric: bool = False, more: str = "") -> Any:
-        """Calls a driver function; returns its result, or raises what a failure means."""
-        if os.getpid() != self._pid:  # the driver's state in the child is a copy of somebody else's; it may even crash
-            raise DcpDeviceError(f"{call} must be called in the process that set {self} up (this is a fork of it)")
-        function = getattr(self._api, call)
-        try:
-            result, *values = function(*args)
-        except RuntimeError as error:  # no library, or one without this function
-            raise _no_driver(error) from error
-        except (ValueError, KeyError) as error:  # how cuda-python reports a number that is newer than itself
-            text = f"{call} must succeed on {self} (got {error}): the driver is newer than cuda-python, update that"
-            raise DcpDeviceError(text) from error
-        if int(result) != 0:
-            name = getattr(result, "name", "CUresult")
-            raise call_error(call, name, int(result), where=str(self), nbytes=nbytes, fabric=fabric, more=more)
-        return values[0] if values else None
+    def _no_library(self, error: Exception) -> DcpError:
+        return _no_driver(error)
 
-    def _enum(self, cls: str, name: str) -> Any:
-        return getattr(getattr(self._api, cls), name)
+    def _call_error(self, call: str, result: Any, details: dict[str, Any]) -> DcpError:
+        return call_error(call, getattr(result, "name", "CUresult"), int(result), where=str(self), **details)
+
+    def _too_new(self, call: str, error: Exception) -> str:
+        return f"{call} must succeed on {self} (got {error}): the driver is newer than cuda-python, update that"
 
     # ---- the device
 
@@ -134,88 +102,37 @@ class Driver:
 
     # ---- context and stream
 
-    def open(self) -> None:
-        """Retains the primary context, which is also PyTorch's, and makes the stream of the copies. On failure nothing
-        is held."""
-        with self._lock:
-            self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
-            self._users = 1
-            try:
-                with self.current():
-                    # Non-blocking: it neither waits for the default stream nor is waited for.
-                    flags = int(self._enum("CUstream_flags", "CU_STREAM_NON_BLOCKING"))
-                    self._stream = self._call("cuStreamCreate", flags)
-            except BaseException:
-                self.close()
-                raise
+    def _take(self) -> None:
+        """Retains the primary context, which is also PyTorch's."""
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
 
-    def share(self) -> None:
-        """One more user of an open driver: memory that lives longer than its heap."""
-        with self._lock:
-            if self._users == 0:
-                raise DcpDeviceError(f"{self} must still be open (it is closed)")
-            self._users += 1
+    def _give_back(self) -> None:
+        self._try(self._call, "cuDevicePrimaryCtxRelease", self._device)
+        self._context = None
 
-    def close(self) -> None:
-        """One user fewer; the last one releases stream and context. Never raises, as `quietly`."""
-        with self._lock:
-            self._users -= 1
-            if self._users != 0:
-                return
-            if self._stream is not None:
-                self.quietly(self._call, "cuStreamDestroy", self._stream)
-            self._stream = None
-            self._try(self._call, "cuDevicePrimaryCtxRelease", self._device)
-            self._context = None
+    def _new_stream(self) -> Any:
+        # Non-blocking: it neither waits for the default stream nor is waited for.
+        return self._call("cuStreamCreate", int(self._enum("CUstream_flags", "CU_STREAM_NON_BLOCKING")))
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Makes the context current on this thread for a while, and keeps what is done there out of graphs: by default a
-        call for memory on any thread breaks a capture that is going on on another."""
-        before = self._call(_EXCHANGE, self._relaxed)
-        try:
+    def _destroy_stream(self, stream: Any) -> None:
+        self._call("cuStreamDestroy", stream)
+
+    def _entering(self) -> Sequence[Callable[[], Callable[[], Any]]]:
+        """Keeps what is done out of graphs, too: by default a call for memory on any thread breaks a capture that is going
+        on on another; and garbage collection may come from the middle of one."""
+
+        def relax() -> Callable[[], Any]:
+            before = self._call(_EXCHANGE, self._enum("CUstreamCaptureMode", "CU_STREAM_CAPTURE_MODE_RELAXED"))
+            return lambda: self._call(_EXCHANGE, before)
+
+        def push() -> Callable[[], Any]:
             self._call("cuCtxPushCurrent", self._context)
-        except BaseException:
-            self._try(self._call, _EXCHANGE, before)
-            raise
-        try:
-            yield
-        except BaseException:  # this is the error to see, whatever the way out has to say
-            self._try(self._call, "cuCtxPopCurrent")
-            self._try(self._call, _EXCHANGE, before)
-            raise
-        try:
-            self._call("cuCtxPopCurrent")
-        finally:
-            self._call(_EXCHANGE, before)
+            return lambda: self._call("cuCtxPopCurrent")
 
-    def quietly(self, step: Callable[..., Any], *args: Any) -> bool:
-        """For taking down: as inside `current` where that works, calls `step(*args)` in any case, logs what fails. What is
-        left to do must be done, and an error here would hide the one that led here. Garbage collection may come here
-        from anywhere, also from the middle of a capture. Returns whether the step was done."""
-        before = self._try(self._call, _EXCHANGE, self._relaxed)
-        pushed = self._try(self._call, "cuCtxPushCurrent", self._context)
-        done = self._try(step, *args) is not _FAILED
-        if pushed is not _FAILED:
-            self._try(self._call, "cuCtxPopCurrent")
-        if before is not _FAILED:
-            self._try(self._call, _EXCHANGE, before)
-        return done
+        return relax, push
 
     def wait_idle(self) -> None:
-        """Until no kernel of this process runs on the device: one could still use what is about to be unmapped."""
         self._call("cuCtxSynchronize")
-
-    def _try(self, step: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return step(*args)
-        except Exception as error:  # noqa: BLE001  also what a broken installation raises
-            _log.debug("while releasing: %s", error)
-            return _FAILED
-
-    @property
-    def _relaxed(self) -> Any:
-        return self._enum("CUstreamCaptureMode", "CU_STREAM_CAPTURE_MODE_RELAXED")
 
     # ---- memory: handles, address ranges, mappings
 
@@ -352,11 +269,6 @@ class Driver:
     def zero(self, address: int, nbytes: int) -> None:
         self._call("cuMemsetD8Async", address, 0, nbytes, self._stream, nbytes=nbytes)
         self._call("cuStreamSynchronize", self._stream)
-
-
-def _text(raw: bytes | str) -> str:
-    # cuda-python hands over the whole buffer, with the C string's end somewhere in it.
-    return raw.partition(b"\0")[0].decode(errors="replace").strip() if isinstance(raw, bytes) else raw
 
 
 def dotted(version: int) -> str:

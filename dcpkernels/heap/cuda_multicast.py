@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcpkernels.errors import DcpError
-from dcpkernels.heap.cuda_driver import FABRIC, FD, NONE, Driver
-from dcpkernels.heap.cuda_region import Handle, Mapping, Region
+from dcpkernels.heap.cuda_driver import Driver
+from dcpkernels.heap.gpu_driver import FABRIC, FD, NONE
+from dcpkernels.heap.gpu_region import Handle, Mapping, Region
 from dcpkernels.heap.group import Deadline, Group
 from dcpkernels.heap.mesh import Mesh
 from dcpkernels.heap.verdict import agree, attempt, describe, rank_list
@@ -137,6 +138,7 @@ class Multicast:
                 driver.multicast_add_device(self._value)
 
         def bind() -> None:
+            assert region.handle is not None
             with driver.current():
                 driver.multicast_bind(self._value, region.handle.value, nbytes)
                 self._bound = driver, nbytes

@@ -1,25 +1,26 @@
-"""A region's memory on a GPU: a handle, a range of addresses, and the mapping of one at the other.
+"""A region's memory on a GPU: what of it the driver hands out, each with an owner here that gives it back.
 
-These are three things to the driver, each with an owner here that gives it back: `Handle`, `Mapping`, `Region`.
-Memory lives until its handles are released and its mappings are gone, in all processes; so a rank that is done with
-its own takes nothing away from its peers.
+`Handle` is memory, and `Mapping` a range of addresses at which it can be reached: two things to a driver with virtual memory
+management. Memory lives until its handles are released and its mappings are gone, in all processes; so a rank that is done
+with its own takes nothing away from its peers. `Block` is memory that came with its address. A `Region` is one or the other,
+for all who use it in this process.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dcpkernels.errors import DcpError
-from dcpkernels.heap.cuda_driver import Driver
+from dcpkernels.heap.gpu_driver import GpuDriver
 
 
 class Handle:
     """Memory or a multicast object, counted: thread ranks hand it to each other."""
 
-    def __init__(self, driver: Driver, value: Any) -> None:
+    def __init__(self, driver: GpuDriver, value: Any) -> None:
         """Takes over `value`."""
         self.value = value
         self._driver = driver
@@ -47,7 +48,7 @@ class Mapping:
     """Addresses at which kernels of `devices` read and write what `handle` stands for."""
 
     def __init__(
-        self, driver: Driver, handle: Handle, nbytes: int, devices: Sequence[int], *, alignment: int = 0
+        self, driver: GpuDriver, handle: Handle, nbytes: int, devices: Sequence[int], *, alignment: int = 0
     ) -> None:
         """Raises what the driver raises; then nothing is held."""
         self._driver, self.nbytes, self._mapped = driver, nbytes, False
@@ -70,6 +71,22 @@ class Mapping:
         self._driver.quietly(self._driver.free_address, address, self.nbytes)
 
 
+class Block:
+    """Memory at `address`, which `give_back(address)` gives back."""
+
+    def __init__(self, driver: GpuDriver, address: int, give_back: Callable[[int], Any]) -> None:
+        """Takes over the memory."""
+        self.address, self._driver, self._give_back = address, driver, give_back
+        driver.share()
+
+    def release(self) -> None:
+        """Never raises; may be called again. Nothing may use the addresses any more."""
+        address, self.address = self.address, 0
+        if address != 0:
+            self._driver.quietly(self._give_back, address)
+            self._driver.close()
+
+
 class DeviceMemory:
     """A part of a region for those who know `__cuda_array_interface__`: torch.as_tensor, cupy, numba."""
 
@@ -85,17 +102,20 @@ class DeviceMemory:
 class Region:
     """A rank's region in this process, counted: thread ranks use one mapping, and the last of them unmaps it."""
 
-    def __init__(self, driver: Driver, handle: Handle, nbytes: int, devices: Sequence[int]) -> None:
-        """Takes over `handle`, also when it raises."""
-        self.handle, self.nbytes = handle, nbytes
-        self._driver, self._users = driver, 1
+    def __init__(self, driver: GpuDriver, place: Mapping | Block, nbytes: int, handle: Handle | None = None) -> None:
+        """Takes over `place` and `handle`, which is what is mapped there."""
+        self.handle, self.nbytes, self.address = handle, nbytes, place.address
+        self._driver, self._place, self._users = driver, place, 1
         self._lock = threading.RLock()
+
+    @classmethod
+    def map(cls, driver: GpuDriver, handle: Handle, nbytes: int, devices: Sequence[int]) -> Region:
+        """`handle` at new addresses, for `devices`. Takes it over, also when it raises."""
         try:
-            self._mapping = Mapping(driver, handle, nbytes, devices)
+            return cls(driver, Mapping(driver, handle, nbytes, devices), nbytes, handle)
         except BaseException:
             handle.release()
             raise
-        self.address = self._mapping.address
 
     def retain(self) -> None:
         """One more user. Raises DcpError when the region is unmapped already."""
@@ -117,5 +137,6 @@ class Region:
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._driver.quietly(self._driver.wait_idle):
-                self._mapping.release()
-                self.handle.release()
+                self._place.release()
+                if self.handle is not None:
+                    self.handle.release()
