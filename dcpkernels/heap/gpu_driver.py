@@ -48,6 +48,11 @@ class GpuDriver(ABC):
     def __str__(self) -> str:
         return f"device {self.device}" + (f", {self.name}" if self.name else "")
 
+    @property
+    def place(self) -> str:
+        """Which one it is, for people, whatever a process calls it."""
+        return f"{self}, {self.pci}"
+
     # ---- what a vendor has
 
     @abstractmethod
@@ -90,6 +95,13 @@ class GpuDriver(ABC):
 
     def _call(self, call: str, *args: Any, **details: Any) -> Any:
         """Calls a driver function; returns its result, or raises what a failure means."""
+        result, values = self._result(call, *args)
+        if int(result) != 0:
+            raise self._call_error(call, result, details)
+        return values[0] if values else None
+
+    def _result(self, call: str, *args: Any) -> tuple[Any, list[Any]]:
+        """The status of a call, and what else it returned."""
         if os.getpid() != self._pid:  # the driver's state in the child is a copy of somebody else's; it may even crash
             raise DcpDeviceError(f"{call} must be called in the process that set {self} up (this is a fork of it)")
         function = getattr(self._api, call)
@@ -99,9 +111,7 @@ class GpuDriver(ABC):
             raise self._no_library(error) from error
         except (ValueError, KeyError) as error:  # how the bindings report a number that is newer than themselves
             raise DcpDeviceError(self._too_new(call, error)) from error
-        if int(result) != 0:
-            raise self._call_error(call, result, details)
-        return values[0] if values else None
+        return result, values
 
     def _enum(self, cls: str, name: str) -> Any:
         return getattr(getattr(self._api, cls), name)

@@ -244,7 +244,7 @@ class Setup(ABC):
             payload=self._payload,
             nbytes=self._nbytes,
             control_nbytes=self._control_nbytes,
-            device=f"{driver}, {driver.pci}",
+            device=driver.place,
             uuid=driver.uuid,
             ordinal=driver.device,
             driver_version=driver.version_text,
