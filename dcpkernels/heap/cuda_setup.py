@@ -11,8 +11,9 @@ from dcpkernels.errors import DcpError, DcpUnsupported
 from dcpkernels.heap.cuda_driver import Driver, load_api
 from dcpkernels.heap.cuda_multicast import Multicast, Team, refusal
 from dcpkernels.heap.gpu_driver import FABRIC, FD
+from dcpkernels.heap.gpu_held import Held
 from dcpkernels.heap.gpu_region import Handle, Region
-from dcpkernels.heap.gpu_setup import Card, Held, Measure, Setup, round_up
+from dcpkernels.heap.gpu_setup import Card, Measure, Setup, round_up
 
 
 class CudaHeld(Held):

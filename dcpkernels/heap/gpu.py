@@ -20,8 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 from dcpkernels.errors import DcpError, DcpInvalidArgument
+from dcpkernels.heap.gpu_held import Held
 from dcpkernels.heap.gpu_region import DeviceMemory, Region
-from dcpkernels.heap.gpu_setup import Held, Made, Setup
+from dcpkernels.heap.gpu_setup import Made, Setup
 from dcpkernels.heap.group import Deadline, Group
 from dcpkernels.heap.mesh import gave_up
 

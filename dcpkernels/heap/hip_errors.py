@@ -37,9 +37,10 @@ _ADVICE = {
 
 # What an IPC handle fails with says little; this is what it mostly was.
 _IPC = (
-    "IPC handles: every rank's GPU should be visible to every rank (HIP_VISIBLE_DEVICES hides one from HIP only, "
-    "ROCR_VISIBLE_DEVICES from IPC too), containers need --ipc=host, a common PID namespace and a profile that does not "
-    "forbid it (--security-opt seccomp=unconfined, --cap-add=SYS_PTRACE); see also `dmesg | grep -i -e amdgpu -e kfd`"
+    "IPC handles: HSA_ENABLE_IPC_MODE_LEGACY=1, which some images set, breaks them on some systems (unset it); every rank's "
+    "GPU should be visible to every rank (so choose by the device's number, or hide by HIP_VISIBLE_DEVICES and not by "
+    "ROCR_VISIBLE_DEVICES); containers need --ipc=host, a common PID namespace and a profile that allows it (--security-opt "
+    "seccomp=unconfined, --cap-add=SYS_PTRACE); see also `dmesg | grep -i -e amdgpu -e kfd`"
 )
 _IPC_CALLS = {"hipIpcGetMemHandle", "hipIpcOpenMemHandle"}
 _IPC_NUMBERS = {1, 17, 101, 205, 400, 999, 1052, 1053}

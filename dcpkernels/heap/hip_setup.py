@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from dcpkernels.errors import DcpDeviceError, DcpError, DcpInvalidArgument, DcpUnsupported
+from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
 from dcpkernels.heap.gpu_driver import FD, IPC, NONE
+from dcpkernels.heap.gpu_held import Held
 from dcpkernels.heap.gpu_region import Block, Handle, Region
-from dcpkernels.heap.gpu_setup import OP, Card, Held, Measure, Setup
+from dcpkernels.heap.gpu_setup import OP, Card, Measure, Setup
 from dcpkernels.heap.hip_driver import GRANULE, Driver, load_api
-from dcpkernels.heap.verdict import attempt, describe, rank_list, restore
+from dcpkernels.heap.verdict import describe, rank_list, restore
 
 # What `handles` may be.
 AUTO, BY_IPC, BY_VMM = "auto", "ipc", "vmm"
@@ -81,7 +82,10 @@ class HipSetup(Setup):
         # By IPC alone, or with nobody to hand anything to, it does not matter what else the runtime has.
         asks = self._wanted == BY_VMM or (self._wanted == AUTO and self._kind != NONE)
         self._no_vmm = self._driver.vmm_refusal() if asks else "not asked for"
-        return GRANULE if self._no_vmm else math.lcm(GRANULE, self._driver.granularity(FD))
+        if self._no_vmm:
+            return GRANULE
+        with self._driver.current():
+            return math.lcm(GRANULE, self._driver.granularity(FD))
 
     def _measure_more(self, own: Card, granularity: int) -> str:
         return self._no_vmm
@@ -132,8 +136,10 @@ class HipSetup(Setup):
         def export(own: Region) -> tuple[bytes | None, _Described | None]:
             if self._kind == NONE:
                 return None, None
-            data, error = attempt(lambda: self._driver.export_ipc(own.address, self._size))
-            return data, None if error is None else describe(error)
+            try:
+                return self._driver.export_ipc(own.address, self._size), None
+            except DcpError as error:
+                return None, describe(error)
 
         made = self._verdict("create region", lambda: self._create_region(init, allocate, export))
         refusals = [refusal for _, refusal in made]
@@ -144,7 +150,7 @@ class HipSetup(Setup):
         return next(((rank, refusal) for rank, refusal in enumerate(refusals) if refusal), None)
 
     def _open_peers(self, cards: list[Card], bases: list[int], handles: list[bytes]) -> _Described | None:
-        driver, size = self._driver, self._size
+        driver = self._driver
         bases[self._rank] = self._own.address
         if self._in_threads:
             self._exchange_mappings(bases)
@@ -155,15 +161,16 @@ class HipSetup(Setup):
         elif self._kind != NONE:
             for peer, data in enumerate(handles):
                 if peer != self._rank:
-
-                    def opened(data: bytes = data) -> Region:
-                        return Region(driver, Block(driver, driver.open_ipc(data, size), driver.close_ipc), size)
-
-                    _, error = attempt(lambda peer=peer, opened=opened: self._take(cards, bases, peer, opened))
-                    if error is not None:
+                    try:
+                        self._take(cards, bases, peer, lambda data=data: self._open(data))
+                    except DcpError as error:
                         return describe(error)
         self._write_table(bases)
         return None
+
+    def _open(self, data: bytes) -> Region:
+        driver = self._driver
+        return Region(driver, Block(driver, driver.open_ipc(data, self._size), driver.close_ipc), self._size)
 
     def _no_way(self, rank: int, described: _Described) -> DcpError:
         """The error of all ranks where no handles work."""
