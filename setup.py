@@ -337,7 +337,7 @@ def one_step(compiler: Compiler, flags: list[str], source: str, output: Path, ti
 def devices_then_host(compiler: Compiler, flags: list[str], source: str, output: Path, title: str) -> list[Step]:
     """Device code is assembled and linked by separate commands, for not every clang knows where its tools are; and one
     that compiles for several devices at once wants clang-offload-bundler, which Debian has in a package of its own."""
-    flags = [*flags, f"-cuid={Path(source).stem}"]  # else made of the folder's name
+    flags = [*flags, f"-cuid={Path(source).name}"]  # else made of the folder's name
     steps, code_objects = [], {}
     for arch in [flag.partition("=")[2] for flag in flags if flag.startswith("--offload-arch=")]:
         text, code, linked = (output.with_name(f"{output.stem}.{arch}.{kind}") for kind in ("s", "o", "hsaco"))

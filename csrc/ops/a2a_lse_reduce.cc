@@ -369,7 +369,7 @@ struct Kernel {
     int call = 0;
     if constexpr (kPacketBytes<kWire> > 0) call = typename Packets<T, kWire>::Lanes(cta).group();
     for (int i = 1; i < p.symm.num_ranks; ++i) {
-      const int peer = peer_order(p.symm, i);
+      const int peer = peer_order(p.symm, i, cta.index());
       publish<T, kWire>(cta, p, round, peer, epoch, call, stores, num_nonfinite);
       if constexpr (kWire == Wire::kPull) {
         channel.signal(peer, place);
