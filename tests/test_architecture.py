@@ -4,6 +4,7 @@ of a rule can feed it a text that breaks it."""
 from __future__ import annotations
 
 import ast
+import fnmatch
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,8 +48,7 @@ PACKAGE_LAYERS = {
     "_hip_device": LEAVES | {"heap", "_gpu_device"},
     "_direct": LEAVES | {"config", "heap", "_check", "_faults", "_gathers", "region_layout"},
     "_streams": LEAVES | {"heap.group", "_faults", "region_layout"},
-    "_collective_gathers": LEAVES
-    | {"config", "_check", "_faults", "_gathers", "_streams", "region_layout"},
+    "_collective_gathers": LEAVES | {"config", "_check", "_faults", "_gathers", "_streams", "region_layout"},
     "collective": LEAVES
     | {"config", "heap.group", "_check", "_collective_gathers", "_faults", "_streams", "region_layout"},
     # _self_check uses ops on a workspace; only its method imports it, when it is called.
@@ -180,6 +180,36 @@ def test_contract_names_all_that_kernels_use() -> None:
     assert used and {name for name in used if not re.search(rf"\b{name}\b", contract)} == set()
 
 
+# -- a target is named in the places of docs/adding-a-target.md, and nowhere else
+
+# Of those that a target stands for. `cuda` alone is also what torch calls any GPU.
+VENDOR_WORDS = r"(?<![a-z])(hip|rocm|amd|gfx\d+|nvidia|nvcc|sm_\d+\w?|nvlink|xgmi|cudaheap|cuda_driver|_c_cuda|_c_hip|ptx)(?![a-z])"
+
+
+def places_of_targets() -> list[str]:
+    text = (ROOT / "docs/adding-a-target.md").read_text()
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    beside = re.findall(r"`(dcpkernels/[^`]*\*)`", text.partition("Outside of the product")[2].partition("##")[0])
+    return [place.replace("<target>", "*") for row in rows for place in re.findall(r"`([^`]+)`", row)] + beside
+
+
+def named_vendors(text: str) -> list[str]:
+    return sorted(set(re.findall(VENDOR_WORDS, text.lower())))
+
+
+@pytest.mark.parametrize("path", [*csrc_files(), *package_files(), ROOT / "setup.py"], ids=relative)
+def test_vendors_are_named_in_the_places_of_a_target(path: Path) -> None:
+    where = relative(path)
+    if any(Path(where).match(place) or fnmatch.fnmatch(where, place) for place in places_of_targets()):
+        return
+    assert named_vendors(path.read_text()) == [], where
+
+
+def test_a_named_vendor_is_found() -> None:
+    assert named_vendors("if (is_hip) { use(gfx942); }  // not NVIDIA") == ["gfx942", "hip", "nvidia"]
+    assert named_vendors("ship the amdahl chips") == []
+
+
 # -- one stem per op, in six places
 
 
@@ -190,7 +220,12 @@ SELF_TESTS = {"link_check"}
 def test_one_stem_per_op() -> None:
     kernels = {path.stem for path in (CSRC / "ops").glob("*.cc")}
     for kernel in SELF_TESTS:
-        for path in (f"csrc/ops/{kernel}.h", f"csrc/bindings/{kernel}.cpp", f"dcpkernels/_{kernel}.py", f"tests/test_{kernel}.py"):
+        for path in (
+            f"csrc/ops/{kernel}.h",
+            f"csrc/bindings/{kernel}.cpp",
+            f"dcpkernels/_{kernel}.py",
+            f"tests/test_{kernel}.py",
+        ):
             assert kernel in kernels and (ROOT / path).exists(), path
     ops = sorted(kernels - SELF_TESTS)
     assert ops
@@ -304,7 +339,10 @@ def test_the_reference_layer_uses_what_is_public(path: Path) -> None:
 
 def test_a_private_use_is_found() -> None:
     assert private_uses("workspace._impl.call(self._x)") == ["workspace._impl"]
-    assert bad_imports("kimi_k3.mla", "from dcpkernels import _check\nimport dcpkernels.heap.cpu") == ["_check", "heap.cpu"]
+    assert bad_imports("kimi_k3.mla", "from dcpkernels import _check\nimport dcpkernels.heap.cpu") == [
+        "_check",
+        "heap.cpu",
+    ]
 
 
 # -- size

@@ -1,4 +1,4 @@
-// The module dcpkernels._C_cpu, _C_cuda, ...: the only code that sees pybind11, together with its neighbours
+// The module dcpkernels._C_cpu, or of another target: the only code that sees pybind11, together with its neighbours
 // in this folder.
 #include <pybind11/stl.h>
 

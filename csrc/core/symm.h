@@ -21,8 +21,8 @@ DCP_FN int peer_order(const SymmView& symm, int i) {
   const int peer = symm.rank + i;
   return peer < symm.num_ranks ? peer : peer - symm.num_ranks;
 }
-// The same of one channel of several, i > 0: each starts at another peer too. Where every pair of GPUs has a
-// link of its own (xGMI), all links of a GPU are busy from the start.
+// The same of one channel of several, i > 0: each starts at another peer too. Where every pair of ranks has a
+// link of its own, all links of a rank are busy from the start.
 DCP_FN int peer_order(const SymmView& symm, int i, int channel_idx) {
   return peer_order(symm, 1 + (i - 1 + channel_idx) % (symm.num_ranks - 1));
 }

@@ -469,7 +469,8 @@ Status run(const Params& p, const Launch& launch) {
 
 }  // namespace
 
-// A function and not a constant: HIP would give a constant to the device too, where these do not exist.
+// A function and not a constant: some compilers would give a constant to the device too, where these do not
+// exist.
 A2aLseReduceFns a2a_lse_reduce() {
   if constexpr (arch::kIsSynchronous) {
     return {run, launch_for_dtype<DiscardKernel, Wire::kPush>, launch_for_dtype<PackKernel, Wire::kPush>,

@@ -25,7 +25,9 @@ print(library.shim_names().decode())
 
 def loaded_names(tmp_path):
     library = built.stub_library(tmp_path)
-    done = subprocess.run([sys.executable, "-c", LOAD, str(library)], capture_output=True, text=True, check=False, env=os.environ)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(library)], capture_output=True, text=True, check=False, env=os.environ
+    )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 

@@ -34,7 +34,10 @@ def test_every_call_says_that_there_is_no_runtime():
 @pytest.mark.parametrize(
     ("env", "text"),
     [
-        ({"STUB_HIP_DEVICES": "0"}, "must find a device (no device: hipErrorNoDevice: no ROCm-capable device is detected"),
+        (
+            {"STUB_HIP_DEVICES": "0"},
+            "must find a device (no device: hipErrorNoDevice: no ROCm-capable device is detected",
+        ),
         ({"STUB_HIP_LOAD": "209"}, "device 0 must run this module's code (Stub 0: hipErrorNoBinaryForGpu: an error"),
     ],
 )
@@ -79,7 +82,10 @@ def test_the_runtime_that_is_loaded_is_the_one_that_is_used(stub, tmp_path):
 def test_import_loads_no_runtime(stub):
     code = "import dcpkernels, dcpkernels._C_hip; print('libamdhip64' in open('/proc/self/maps').read())"
     env = os.environ | {"LD_LIBRARY_PATH": str(stub)}
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout == "False\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
+        == "False\n"
+    )
 
 
 def test_a_workspace_on_a_rocm_build_of_torch_takes_this_target(monkeypatch):
@@ -107,7 +113,9 @@ def test_both_modules_have_the_same_functions():
 
 
 def test_nothing_of_rocm_is_linked():
-    shown = subprocess.run(["readelf", "-d", str(built.module_file())], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        ["readelf", "-d", str(built.module_file())], capture_output=True, text=True, check=True
+    ).stdout
     libraries = re.findall(r"NEEDED.*\[(.*)\]", shown)
     assert libraries and not [name for name in libraries if re.search("hip|hsa|rocm|comgr", name)]
 
