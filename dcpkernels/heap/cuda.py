@@ -62,7 +62,7 @@ class CudaHeap(GpuHeap):
                 deadline=deadline,
             )
 
-        return cls._create(group, held, setup, deadline, init, driver_api, check_links)
+        return cls._create(group, held, setup, init, driver_api, check_links)
 
     def _describe(self, steps: CudaSetup) -> None:
         self.multicast, self.multicast_reason = self._held.multicast.address, steps.multicast_reason

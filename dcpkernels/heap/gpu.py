@@ -23,7 +23,7 @@ from dcpkernels.errors import DcpError, DcpInvalidArgument
 from dcpkernels.heap.gpu_held import Held
 from dcpkernels.heap.gpu_region import DeviceMemory, Region
 from dcpkernels.heap.gpu_setup import Made, Setup
-from dcpkernels.heap.group import Deadline, Group
+from dcpkernels.heap.group import Group
 from dcpkernels.heap.mesh import gave_up
 
 
@@ -31,7 +31,7 @@ class GpuHeap:
     """One region per rank. `bases[r]` is where kernels of this rank's device see rank r's region; `nbytes` is the size of
     each. Host code cannot load or store there.
 
-    `multicast`: where a multimem store at +offset reaches `offset` of every rank's region; 0 when there is none, and
+    `multicast`: where a multicast store at +offset reaches `offset` of every rank's region; 0 when there is none, and
     `multicast_reason` says "yes" or why not. `bases_table`: address, on the device, of uint64[num_ranks] with `bases`.
     `host_control`: `control_nbytes` of zeroed memory of the host, pinned, at the same address for host code and kernels.
     `socket_fds` as in CpuHeap; all -1 for thread ranks, and between hosts.
@@ -71,7 +71,6 @@ class GpuHeap:
         group: Group,
         held: Held,
         setup: Callable[[], Setup],
-        deadline: Deadline,
         init: Callable[[int], None],
         driver_api: Any,
         check_links: Callable[[Any], None] | None,
@@ -88,7 +87,7 @@ class GpuHeap:
         except BaseException as error:
             if heap is not None:
                 heap._forget()
-            held.give_up(gave_up(group.rank, error), deadline.for_call())
+            held.give_up(gave_up(group.rank, error))
             held.release()
             raise
 

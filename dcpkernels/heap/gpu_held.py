@@ -68,7 +68,7 @@ class Held:
     def before_goodbye(self) -> None:
         """On the way to `close`: the last that is done before peers hear that this rank leaves."""
 
-    def give_up(self, cause: DcpError, timeout_s: float) -> None:
-        """Setup has failed on this rank: its peers hear why. May wait for them up to `timeout_s`. Never raises."""
+    def give_up(self, cause: DcpError) -> None:
+        """Setup has failed on this rank: its peers hear why. May wait for them for a moment."""
         if self.mesh is not None:
             self.mesh.abort(cause)

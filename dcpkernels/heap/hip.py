@@ -69,7 +69,7 @@ class HipHeap(GpuHeap):
                 deadline=deadline,
             )
 
-        return cls._create(group, held, setup, deadline, init, driver_api, check_links)
+        return cls._create(group, held, setup, init, driver_api, check_links)
 
     def _describe(self, steps: HipSetup) -> None:
         self.multicast_reason = "no: these GPUs have none"

@@ -52,9 +52,8 @@ _UNSUPPORTED = {35, 100, 101, 217, 801}
 def call_error(call: str, name: str, number: int, *, where: str, nbytes: int | None = None, more: str = "") -> DcpError:
     """The error for a call that returned `number`. `where` names the device, `more` is what else was given."""
     size = f" of {nbytes} bytes" if nbytes is not None else ""
-    advice = _ADVICE.get(number, _ADVICE[999])
-    if call in _IPC_CALLS and number in _IPC_NUMBERS:
-        advice = _IPC
+    is_ipc = call in _IPC_CALLS and number in _IPC_NUMBERS
+    advice = _IPC if is_ipc else _ADVICE.get(number, _ADVICE[999])
     got = ", ".join(filter(None, [f"{name}, error {number}", more]))
     text = f"{call}{size} must succeed on {where} (got {got}): {advice}"
-    return (DcpUnsupported if number in _UNSUPPORTED else DcpDeviceError)(text)
+    return (DcpUnsupported if is_ipc or number in _UNSUPPORTED else DcpDeviceError)(text)

@@ -47,9 +47,12 @@ def require_one(maps: str) -> str:
         if len(fields) == 6 and os.path.basename(fields[5]).startswith(_LIBRARY):
             paths.setdefault((fields[3], fields[4]), fields[5])
     if len(paths) > 1:
+        found = sorted(paths.values())
+        torch_lib = next((os.path.dirname(path) for path in found if "/torch/lib/" in path), ".../torch/lib")
         raise DcpUnsupported(
-            f"a process must have one HIP runtime (got {' and '.join(sorted(paths.values()))}): have hip-python find the one "
-            f"that PyTorch brings: set ROCM_PATH to the folder above PyTorch's lib, or remove the other; {_GUIDE}"
+            f"a process must have one HIP runtime (got {' and '.join(found)}): have hip-python find the one that PyTorch "
+            f"brings, by ROCM_PATH={os.path.dirname(torch_lib)}, or by LD_LIBRARY_PATH={torch_lib} where it looks there; "
+            f"{_GUIDE}"
         )
     return next(iter(paths.values()), "")
 

@@ -17,7 +17,7 @@ from dcpkernels.heap.verdict import describe, rank_list, restore
 # What `handles` may be.
 AUTO, BY_IPC, BY_VMM = "auto", "ipc", "vmm"
 
-_GOODBYE_S = 5.0  # for ranks that fail together, and so leave together
+_GOODBYE_S = 1.0  # for ranks whose setup fails together, and so leave together
 
 _Described = tuple[str, str, tuple[int, ...]]
 
@@ -33,11 +33,11 @@ class HipHeld(Held):
         if self.peers and driver is not None and driver.quietly(driver.wait_idle):
             self.release_peers()
 
-    def give_up(self, cause: DcpError, timeout_s: float) -> None:
-        super().give_up(cause, timeout_s)
+    def give_up(self, cause: DcpError) -> None:
+        super().give_up(cause)
         if self.mesh is not None and self.own is not None:
             self.before_goodbye()
-            self.mesh.part(min(timeout_s or _GOODBYE_S, _GOODBYE_S))
+            self.mesh.part(_GOODBYE_S)
 
 
 class HipSetup(Setup):
@@ -107,22 +107,32 @@ class HipSetup(Setup):
         self, init: Callable[[int], None], cards: list[Card], measures: list[Measure], bases: list[int]
     ) -> None:
         self.handles, self.handles_reason = self._wanted, "asked for"
-        if self._wanted != BY_VMM:
-            refusal = self._share_by_ipc(init, cards, bases)
-            if refusal is None:
-                if self._wanted == AUTO:
-                    self.handles, self.handles_reason = BY_IPC, "the first choice"
-            elif self._wanted == BY_IPC or self._no_vmm:
-                raise self._no_way(*refusal)
-            else:
-                self._start_over()
-                rank, (_, text, _) = refusal
-                self.handles, self.handles_reason = BY_VMM, f"no IPC handles: rank {rank}: {text}"
-        if self.handles == BY_VMM:
+        if self._wanted == BY_VMM:
             self._share_by_vmm(init, cards, bases)
+        elif (refusal := self._share_by_ipc(init, cards, bases)) is not None:
+            self._fall_back(refusal, init, cards, bases)
+        elif self._wanted == AUTO:
+            self.handles, self.handles_reason = BY_IPC, "the first choice"
         if self._kind == NONE:
             one = "the group has one rank" if self._num_ranks == 1 else "ranks are threads of one process"
             self.handles, self.handles_reason = "none", f"{one}, and need none"
+
+    def _fall_back(
+        self, refusal: tuple[int, _Described], init: Callable[[int], None], cards: list[Card], bases: list[int]
+    ) -> None:
+        """Raises, the same on all ranks, when there is no other way either."""
+        rank, (cls, text, ranks) = refusal
+        reason = f"no IPC handles: rank {rank}: {text}"
+        if self._wanted == BY_IPC or self._no_vmm:
+            instead = "" if self._wanted == BY_IPC else f"; and no descriptors: {self._no_vmm}"
+            text = f"{OP}: all ranks must reach all regions ({reason}{instead})"
+            raise restore((cls, text, ranks or (rank,)))
+        self._start_over()
+        self.handles, self.handles_reason = BY_VMM, reason
+        try:
+            self._share_by_vmm(init, cards, bases)
+        except DcpError as error:
+            raise type(error)(f"{error} (tried as there are {reason})", ranks=error.ranks) from error
 
     def _share_by_ipc(
         self, init: Callable[[int], None], cards: list[Card], bases: list[int]
@@ -171,14 +181,6 @@ class HipSetup(Setup):
     def _open(self, data: bytes) -> Region:
         driver = self._driver
         return Region(driver, Block(driver, driver.open_ipc(data, self._size), driver.close_ipc), self._size)
-
-    def _no_way(self, rank: int, described: _Described) -> DcpError:
-        """The error of all ranks where no handles work."""
-        cls, text, ranks = described
-        instead = "" if self._wanted == BY_IPC else f"; nor by descriptors: {self._no_vmm}"
-        return restore(
-            (cls, f"{OP}: regions must be shared by IPC handles (no: rank {rank}: {text}){instead}", ranks or (rank,))
-        )
 
     def _start_over(self) -> None:
         """Gives back what is there of regions, for another try. Nobody frees what another rank still has open."""
