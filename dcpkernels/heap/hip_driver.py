@@ -289,17 +289,15 @@ class Driver(GpuDriver):
         self._call("hipHostFree", address)
 
     def copy_to_device(self, address: int, source: int, nbytes: int) -> None:
-        self._copy(address, source, nbytes, "hipMemcpyHostToDevice")
+        self._call("hipMemcpyHtoDAsync", address, source, nbytes, self._stream, nbytes=nbytes)
+        self._call("hipStreamSynchronize", self._stream)
 
     def copy_from_device(self, target: int, address: int, nbytes: int) -> None:
-        self._copy(target, address, nbytes, "hipMemcpyDeviceToHost")
-
-    def _copy(self, to: int, from_: int, nbytes: int, kind: str) -> None:
-        self._call("hipMemcpyAsync", to, from_, nbytes, self._enum("hipMemcpyKind", kind), self._stream, nbytes=nbytes)
+        self._call("hipMemcpyDtoHAsync", target, address, nbytes, self._stream, nbytes=nbytes)
         self._call("hipStreamSynchronize", self._stream)
 
     def zero(self, address: int, nbytes: int) -> None:
-        self._call("hipMemsetAsync", address, 0, nbytes, self._stream, nbytes=nbytes)
+        self._call("hipMemsetD8Async", address, 0, nbytes, self._stream, nbytes=nbytes)
         self._call("hipStreamSynchronize", self._stream)
 
 
