@@ -42,7 +42,7 @@ SECTIONS = {
 LOST_DEVICE = 3  # exit code of a child whose section ended, and for which the device is lost: the next one has it again
 # Kernels of different ranks run at the same time only when each stream has a queue of its own, and when no kernel has
 # to be loaded, which may wait for the device, while others wait for it.
-ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER", "GPU_MAX_HW_QUEUES": "32"}
 
 
 def main() -> int:

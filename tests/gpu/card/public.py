@@ -25,9 +25,12 @@ def missing() -> str:
     """Why the public API cannot run here, or ""."""
     if not torch.cuda.is_available():
         return "no device: torch.cuda.is_available() is False"
+    target, bindings, wheel = "cuda", "cuda.bindings.driver", "cuda-python"
+    if torch.version.hip is not None:
+        target, bindings, wheel = "hip", "hip.hip", "hip-python"
     for module, remedy in {
-        "dcpkernels._C_cuda": "DCPKERNELS_TARGETS=cpu,cuda python setup.py build_ext --inplace",
-        "cuda.bindings.driver": "pip install cuda-python",
+        f"dcpkernels._C_{target}": f"DCPKERNELS_TARGETS=cpu,{target} python setup.py build_ext --inplace",
+        bindings: f"pip install {wheel}",
     }.items():
         try:
             __import__(module)
