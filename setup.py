@@ -70,7 +70,8 @@ class Compiler:
     @property
     def label(self) -> str:
         number = re.search(r"\d+\.\d+(\.\d+)?", self.version)
-        return f"{Path(self.command[0]).name} {number.group() if number else self.version}"
+        name = "ziglang" if "ziglang" in self.command else Path(self.command[0]).name
+        return f"{name} {number.group() if number else self.version}"
 
 
 def find_cxx() -> Compiler:
@@ -345,6 +346,7 @@ def devices_then_host(compiler: Compiler, flags: list[str], source: str, output:
         command = [*compiler.command, *one_arch, "--cuda-device-only", "-S", source]
         steps.append(Step(f"{title} {arch}", command, text, compiler, lists_more=clang_depfile_flags))
         assemble = ["--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-x", "assembler", "-c", str(text)]
+        assemble.append("-Wno-unused-command-line-argument")  # of where the headers are
         steps.append(Step("", [*compiler.command, *assemble], code, compiler, inputs=[text]))
         link = [*compiler.linker, "-shared", "--no-undefined", str(code)]
         steps.append(Step("", link, linked, compiler, inputs=[code]))
