@@ -88,7 +88,7 @@ class Driver(GpuDriver):
 
     @property
     def version_text(self) -> str:
-        return dotted(self.version)
+        return f"HIP {dotted(self.version)}"
 
     def _no_library(self, error: Exception) -> DcpError:
         return no_library(error)
