@@ -5,7 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-
 typedef struct { int type, handles, location, id; void* win32; unsigned char flags[4]; } Prop;
 typedef struct { int location, id, flags; } Access;
 typedef struct { char reserved[64]; } Ipc;
@@ -151,7 +150,6 @@ int hipMemGetInfo(size_t* f, size_t* t) {
   *t = 2000;
   END("hipMemGetInfo");
 }
-
 
 #define PROP "type=%d handles=%d location=%d:%d"
 #define PROPS(p) (p)->type, (p)->handles, (p)->location, (p)->id
