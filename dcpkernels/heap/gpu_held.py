@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from dcpkernels.errors import DcpError
+from dcpkernels.errors import DcpPeerLost
 from dcpkernels.heap import sockets
 from dcpkernels.heap.gpu_driver import GpuDriver
 from dcpkernels.heap.gpu_region import Region
@@ -68,7 +68,7 @@ class Held:
     def before_goodbye(self) -> None:
         """On the way to `close`: the last that is done before peers hear that this rank leaves."""
 
-    def give_up(self, cause: DcpError) -> None:
+    def give_up(self, cause: DcpPeerLost) -> None:
         """Setup has failed on this rank: its peers hear why. May wait for them for a moment."""
         if self.mesh is not None:
             self.mesh.abort(cause)

@@ -111,11 +111,11 @@ class Setup(ABC):
     ) -> None:
         """Collective. From step `create region` on; fills `bases`."""
 
-    # How no peer access is told: by whom, and what to look at for these devices.
-    _asked = ""
+    _asked = ""  # the call that says whether a device reaches another one's memory
 
     @abstractmethod
-    def _no_link(self, devices: list[str]) -> str: ...
+    def _no_link(self, devices: list[str]) -> str:
+        """What to look at where these `devices` do not."""
 
     # ---- the steps
 

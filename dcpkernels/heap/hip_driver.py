@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dcpkernels.errors import DcpDeviceError, DcpError, DcpUnsupported
@@ -247,7 +247,7 @@ class Driver(GpuDriver):
 
     def set_access(self, address: int, nbytes: int, devices: Sequence[int]) -> None:
         flags = int(self._enum("hipMemAccessFlags", "hipMemAccessFlagsProtReadWrite"))
-        descs = (_AccessDesc * len(devices))(*((self._location_type(), device, flags) for device in devices))
+        descs = (_AccessDesc * len(devices))(*(_AccessDesc(self._location_type(), device, flags) for device in devices))
         more = f"for devices {', '.join(map(str, devices))}"
         self._call("hipMemSetAccess", address, nbytes, descs, len(descs), nbytes=nbytes, more=more)
 
@@ -261,7 +261,7 @@ class Driver(GpuDriver):
         self._call("hipMemRelease", handle)
 
     @contextlib.contextmanager
-    def _telling_free_memory(self) -> Any:
+    def _telling_free_memory(self) -> Iterator[None]:
         try:
             yield
         except DcpDeviceError as error:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
+from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpPeerLost, DcpUnsupported
 from dcpkernels.heap.gpu_driver import FD, IPC, NONE
 from dcpkernels.heap.gpu_held import Held
 from dcpkernels.heap.gpu_region import Block, Handle, Region
@@ -33,7 +33,7 @@ class HipHeld(Held):
         if self.peers and driver is not None and driver.quietly(driver.wait_idle):
             self.release_peers()
 
-    def give_up(self, cause: DcpError) -> None:
+    def give_up(self, cause: DcpPeerLost) -> None:
         super().give_up(cause)
         if self.mesh is not None and self.own is not None:
             self.before_goodbye()
