@@ -13,6 +13,8 @@ class HipDevice(GpuDevice):
     """`driver_api`: hip.hip of hip-python."""
 
     def make_heap(self, group: Group, nbytes: int, **options: Any) -> HipHeap:
-        return HipHeap.create(
+        heap = HipHeap.create(
             group, nbytes, driver_api=self.driver_api, handles=self._config.hip_handles, **options
         )
+        self.reach = f"{GpuDevice.reach} (handles: {heap.handles}, {heap.handles_reason})"
+        return heap

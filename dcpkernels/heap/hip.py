@@ -72,5 +72,5 @@ class HipHeap(GpuHeap):
         return cls._create(group, held, setup, init, driver_api, check_links)
 
     def _describe(self, steps: HipSetup) -> None:
-        self.multicast_reason = "no: these GPUs have none"
+        self.multicast_reason = "these GPUs have none"
         self.handles, self.handles_reason = steps.handles, steps.handles_reason
