@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 # csrc/core/types.h: DType and LseBase.
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # What a gather can move: bytes, but the name of the type must be the same on all ranks.
-GATHER_DTYPE_CODES = {**DTYPE_CODES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
+GATHER_DTYPE_CODES = {
+    **DTYPE_CODES,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+    torch.float8_e4m3fnuz: 5,
+    torch.float8_e5m2fnuz: 6,
+}
+# What a query is quantised to, and a chunk dequantised from.
+SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 MAX_QUERY_PARTS = 4  # csrc/ops/query_gather.h
 KV_ROW_ALIGNMENT = 16  # bytes; of a multicast store
 LSE_BASE_CODES = {"e": 0, "2": 1}

@@ -27,7 +27,6 @@ from dcpkernels.region_layout import RegionLayout
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # Elements that are converted at a time: their fp32 values stay in a cache, and are never a copy of the whole.
 _CONVERTED_ELEMENTS = 1 << 16
-_MAX_E4M3 = 448.0
 _BF16_NAN = 0x7FC0  # every NaN becomes this one in csrc; torch makes 0xffff
 
 
@@ -195,7 +194,11 @@ class CollectiveGathers:
 
     def _chunk_call(self, lane: int, buffer_idx: int, chunk: Chunk) -> int:
         return self._module.chunk_descriptor(
-            lane=lane, buffer_idx=buffer_idx, chunk_idx=chunk.index, plan_digest=chunk.digest
+            lane=lane,
+            dtype=_check.GATHER_DTYPE_CODES[chunk.dtype],
+            buffer_idx=buffer_idx,
+            chunk_idx=chunk.index,
+            plan_digest=chunk.digest,
         )
 
     @torch.inference_mode()
@@ -289,8 +292,8 @@ class _KvLane(_Staged):
 
 
 def _pack_query(mine: torch.Tensor, parts: list[torch.Tensor], scale: Any) -> None:
-    """Parts [rows, heads, d_i] side by side into [rows, heads, sum d_i]; with a scale as fp8 e4m3."""
-    first = 0
+    """Parts [rows, heads, d_i] side by side into [rows, heads, sum d_i]; with a scale as fp8 e4m3, of either format."""
+    first, largest = 0, torch.finfo(mine.dtype).max
     for part in parts:
         to = mine[..., first : first + part.shape[2]]
         first += part.shape[2]
@@ -300,7 +303,7 @@ def _pack_query(mine: torch.Tensor, parts: list[torch.Tensor], scale: Any) -> No
             continue
         divisor = _as_fp32(scale)
         for rows in _pieces(*part.shape):
-            to[rows].copy_((part[rows].float() / divisor).clamp_(-_MAX_E4M3, _MAX_E4M3))
+            to[rows].copy_((part[rows].float() / divisor).clamp_(-largest, largest))
 
 
 def _pack_cache(mine: torch.Tensor, kv_cache: torch.Tensor, source_rows: Any) -> None:

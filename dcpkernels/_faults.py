@@ -11,7 +11,15 @@ from dcpkernels.heap.verdict import rank_list
 # csrc/core/types.h: FaultKind, Op, DType, LseBase.
 TIMEOUT, MISMATCH, PEER_LOST, INTERRUPTED, QUERY_OPEN, QUERY_ROWS, CHUNK_TURN = 1, 2, 3, 4, 5, 6, 7
 A2A_LSE_REDUCE, QUERY_GATHER, RELEASE_QUERY, KV_GATHER = 1, 2, 3, 4
-_DTYPE_NAMES = {0: "float32", 1: "float16", 2: "bfloat16", 3: "float8_e4m3fn", 4: "float8_e5m2"}
+_DTYPE_NAMES = {
+    0: "float32",
+    1: "float16",
+    2: "bfloat16",
+    3: "float8_e4m3fn",
+    4: "float8_e5m2",
+    5: "float8_e4m3fnuz",
+    6: "float8_e5m2fnuz",
+}
 _LSE_BASE_NAMES = {0: "e", 1: "2"}
 
 
@@ -30,7 +38,8 @@ def describe_call(descriptor: int) -> str:
     if op == RELEASE_QUERY:
         return f"release_query(lane={lane})"
     if op == KV_GATHER:
-        return f"kv_gather(chunk_idx={detail} (mod 4096), plan={low:08x}, buffer {kind}, lane={lane})"
+        chunk = f"chunk_idx={detail} (mod 4096), dtype={_DTYPE_NAMES.get(kind >> 1, kind >> 1)}"
+        return f"kv_gather({chunk}, plan={low:08x}, buffer {kind & 1}, lane={lane})"
     return f"op {op}(lane={lane})"
 
 

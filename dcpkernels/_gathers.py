@@ -200,6 +200,7 @@ class _KvLane:
             size = kv_cache.element_size()
             rows, finals, copies = self._rows(chunk)
             source = self._module.KvGatherSource(
+                dtype=_check.GATHER_DTYPE_CODES[chunk.dtype],
                 block_size=chunk.plan.block_size,
                 block_stride=block_stride * size,
                 row_stride=row_stride * size,

@@ -42,8 +42,8 @@ class WorkspaceConfig:
         packet_bytes: size of a packet, with wire="packet": 8 (4 bytes of payload), 16 (12) or 128 (120).
         query_head_dim: elements of one head of the query, Dq (576 for MLA: latent and rope), for `query_gather`; 0 = the
             workspace gathers no query.
-        query_dtype: the largest type of a gathered query: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
-            Narrower ones fit too.
+        query_dtype: the largest type of a gathered query: float32, float16, bfloat16, float8_e4m3fn, e5m2, e4m3fnuz or
+            e5m2fnuz. Narrower ones fit too. float8_e4m3fnuz also says what `query_gather` quantises to.
         padded_num_heads: the query's buffer has room for as many rows of so many heads, at least num_heads; 0 =
             num_heads. For consumers that read up to 128 heads of each row: rows of the view have num_heads, and the bytes
             behind the last one exist.
@@ -211,6 +211,12 @@ class WorkspaceConfig:
         if self.zero_copy:
             return 1
         return {8: 2, 16: 3, 128: 4}[self.packet_bytes] if self.wire == "packet" else 0
+
+    @property
+    def quantised_dtype(self) -> torch.dtype:
+        """What `query_gather` with a scale gives, where no `out` says otherwise."""
+        fnuz = torch.float8_e4m3fnuz
+        return fnuz if self.query_dtype is fnuz else torch.float8_e4m3fn
 
     def shared_fields(self) -> dict[str, str]:
         """What must be equal on all ranks."""

@@ -14,8 +14,9 @@ import torch
 
 from dcpkernels.errors import DcpInvalidArgument
 
-# What query_gather takes to fp8.
+# What query_gather takes to fp8, and which fp8; kv_gather takes it from there.
 SCALABLE = (torch.float32, torch.float16, torch.bfloat16)
+SCALED = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
 class MergeWeights(NamedTuple):
@@ -136,18 +137,22 @@ def _rows_with_tokens(
 
 
 def query_gather(
-    queries: Sequence[torch.Tensor | Sequence[torch.Tensor]], *, scale: float | None = None
+    queries: Sequence[torch.Tensor | Sequence[torch.Tensor]],
+    *,
+    scale: float | None = None,
+    scaled_dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> torch.Tensor:
     """Puts the heads of all ranks side by side.
 
     Args:
         queries: one entry a rank, W in all: [T, H/W, Dq], or a tuple of parts [T, H/W, d_j] that are concatenated in
             the last dim, sum d_j = Dq. The same shapes and dtype on all ranks; any dtype, float8 too.
-        scale: None, or a number above 0: then queries are fp32, fp16 or bf16, and the result is float8_e4m3fn,
+        scale: None, or a number above 0: then queries are fp32, fp16 or bf16, and the result is scaled_dtype,
 
-                e4m3(clamp(q / scale, -448, 448))
+                e4m3(clamp(q / scale, -largest, largest))
 
             of q and scale as fp32, rounded to nearest even as torch does it. NaN stays NaN.
+        scaled_dtype: float8_e4m3fn, whose largest number is 448, or float8_e4m3fnuz, 240.
 
     Returns:
         [T, H, Dq], rank r's heads at r * H/W. Without scale every byte is that of the input.
@@ -177,7 +182,9 @@ def query_gather(
     if scale is None:
         return out
     _require(dtype in SCALABLE, f"queries with a scale must be one of {SCALABLE}", dtype, op)
-    return (out.float() / _scale(scale, out, op)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    _require(scaled_dtype in SCALED, f"scaled_dtype must be one of {SCALED}", scaled_dtype, op)
+    largest = torch.finfo(scaled_dtype).max
+    return (out.float() / _scale(scale, out, op)).clamp(-largest, largest).to(scaled_dtype)
 
 
 def kv_gather(
@@ -201,7 +208,7 @@ def kv_gather(
         context_lens: [S] tokens of each request, on all ranks together.
         block_tables: [S, max_blocks] of each rank: entry k is the block with local tokens k * block_size .. of the
             request. Entries past the rank's last token are not looked at.
-        scale: None, or a number above 0: then the caches are float8_e4m3fn, and the result is bfloat16,
+        scale: None, or a number above 0: then the caches are float8_e4m3fn or e4m3fnuz, and the result is bfloat16,
 
                 bf16(kv * scale)
 
@@ -249,7 +256,7 @@ def kv_gather(
     out = torch.stack(rows).view(dtype)
     if scale is None:
         return out
-    _require(dtype == torch.float8_e4m3fn, "kv_caches with a scale must be torch.float8_e4m3fn", dtype, op)
+    _require(dtype in SCALED, f"kv_caches with a scale must be one of {SCALED}", dtype, op)
     return (out.float() * _scale(scale, out, op)).to(torch.bfloat16)
 
 

@@ -22,6 +22,7 @@ class KvGatherLane : public Plan {
   // This rank's part of a chunk. Strides in bytes; source_rows and final_rows: addresses of int64
   // [num_source_rows].
   struct Source {
+    int dtype;  // csrc/core/types.h: DType
     int64_t block_size, block_stride, row_stride, row_bytes;
     uint64_t source_rows, final_rows;
     int64_t num_source_rows;
@@ -73,6 +74,7 @@ class KvGatherLane : public Plan {
     if (source.num_source_rows > 0 && cache == 0) return kNoMemory;
     if (endpoint_.is_reserved({cache, source.cache_bytes})) return kOverlap;
     p_.cache = reinterpret_cast<const void*>(cache);
+    p_.dtype = DType(source.dtype);
     p_.block_size = source.block_size;
     p_.block_stride = source.block_stride;
     p_.row_stride = source.row_stride;
@@ -81,16 +83,19 @@ class KvGatherLane : public Plan {
     p_.final_rows = reinterpret_cast<const int64_t*>(source.final_rows);
     p_.num_source_rows = source.num_source_rows;
     p_.buffer_idx = int(num_started_ % 2);
-    p_.call = DCP_NS::chunk_descriptor(lane_, p_.buffer_idx, chunk_idx, plan_digest);
+    p_.call = call_of(chunk_idx, plan_digest);
     part_ = Part::kStart;
     return 0;
   }
   int prepare_wait(int64_t chunk_idx, uint32_t plan_digest, int64_t num_rows, uint64_t out,
                    int64_t out_stride, uint64_t scale, float scale_value) {
-    const uint64_t call = DCP_NS::chunk_descriptor(lane_, p_.buffer_idx, chunk_idx, plan_digest);
-    if (!is_started_ || call != p_.call) return kNotStarted;
+    if (!is_started_ || call_of(chunk_idx, plan_digest) != p_.call) return kNotStarted;
     part_ = Part::kWait;
     return prepare_result(num_rows, out, out_stride, scale, scale_value);
+  }
+  // With the dtype and the buffer of the chunk that was started last.
+  uint64_t call_of(int64_t chunk_idx, uint32_t plan_digest) const {
+    return DCP_NS::chunk_descriptor(lane_, p_.dtype, p_.buffer_idx, chunk_idx, plan_digest);
   }
   int prepare_result(int64_t num_rows, uint64_t out, int64_t out_stride, uint64_t scale, float scale_value) {
     const int64_t out_bytes = span_bytes(num_rows, out_stride, 1, 0, 2 * p_.row_bytes, 1);
@@ -125,10 +130,10 @@ class KvGatherLane : public Plan {
 void bind_kv_gather(py::module_& module) {
   using Lane = KvGatherLane;
   py::class_<Lane::Source>(module, "KvGatherSource", py::module_local())
-      .def(py::init<int64_t, int64_t, int64_t, int64_t, uint64_t, uint64_t, int64_t, int64_t>(),
-           py::kw_only(), py::arg("block_size"), py::arg("block_stride"), py::arg("row_stride"),
-           py::arg("row_bytes"), py::arg("source_rows"), py::arg("final_rows"), py::arg("num_source_rows"),
-           py::arg("cache_bytes"));
+      .def(py::init<int, int64_t, int64_t, int64_t, int64_t, uint64_t, uint64_t, int64_t, int64_t>(),
+           py::kw_only(), py::arg("dtype"), py::arg("block_size"), py::arg("block_stride"),
+           py::arg("row_stride"), py::arg("row_bytes"), py::arg("source_rows"), py::arg("final_rows"),
+           py::arg("num_source_rows"), py::arg("cache_bytes"));
   py::class_<Lane> lane(module, "KvGatherLane", py::module_local());
   lane.def(py::init<Endpoint&, int, int, uint64_t, uint64_t>(), py::keep_alive<1, 2>(), py::kw_only(),
            py::arg("endpoint"), py::arg("lane"), py::arg("stream_idx"), py::arg("buffer_offset"),

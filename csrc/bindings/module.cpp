@@ -157,8 +157,13 @@ PYBIND11_MODULE(DCP_MODULE, module) {
       },
       py::kw_only(), py::arg("lane"), py::arg("dtype"), py::arg("has_out"), py::arg("num_tokens"));
   module.def("release_descriptor", &DCP_NS::release_descriptor, py::kw_only(), py::arg("lane"));
-  module.def("chunk_descriptor", &DCP_NS::chunk_descriptor, py::kw_only(), py::arg("lane"),
-             py::arg("buffer_idx"), py::arg("chunk_idx"), py::arg("plan_digest"));
+  module.def(
+      "chunk_descriptor",
+      [](int lane, int dtype, int buffer_idx, int64_t chunk_idx, uint32_t plan_digest) {
+        return DCP_NS::chunk_descriptor(lane, DType(dtype), buffer_idx, chunk_idx, plan_digest);
+      },
+      py::kw_only(), py::arg("lane"), py::arg("dtype"), py::arg("buffer_idx"), py::arg("chunk_idx"),
+      py::arg("plan_digest"));
   module.def("init_region", &DCP_NS::init_region, py::arg("base"), py::arg("control"), py::arg("num_ranks"),
              py::arg("start_epoch"));
   bind_a2a_lse_reduce(module);

@@ -20,9 +20,12 @@ DCP_FN uint64_t query_descriptor(int lane, DType dtype, bool has_out, int64_t nu
   return pack_call(Op::kQueryGather, lane, uint32_t(dtype), uint32_t(has_out), uint64_t(num_tokens));
 }
 DCP_FN uint64_t release_descriptor(int lane) { return pack_call(Op::kReleaseQuery, lane, 0, 0, 0); }
-// kv_gather: the buffer, the chunk, and a digest of the plan and the width of a row.
-DCP_FN uint64_t chunk_descriptor(int lane, int buffer_idx, int64_t chunk_idx, uint32_t plan_digest) {
-  return pack_call(Op::kKvGather, lane, uint32_t(buffer_idx), uint32_t(chunk_idx), plan_digest);
+// kv_gather: the dtype of the cache and the buffer, the chunk, and a digest of the plan and the width of a
+// row.
+DCP_FN uint64_t chunk_descriptor(int lane, DType dtype, int buffer_idx, int64_t chunk_idx,
+                                 uint32_t plan_digest) {
+  const uint32_t kind = uint32_t(dtype) << 1 | uint32_t(buffer_idx);
+  return pack_call(Op::kKvGather, lane, kind, uint32_t(chunk_idx), plan_digest);
 }
 
 // A bijective mix (the finaliser of splitmix64), then the high half: descriptors that differ in one bit

@@ -22,12 +22,21 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// The 8-bit format of OCP with 4 bits of exponent, finite and NaN only (torch.float8_e4m3fn).
+// 8 bits, 4 of them exponent; which of the two formats, its DType says (core/fp8.h).
 struct Float8E4M3 {
   uint8_t bits;
 };
 
-enum class DType : uint8_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8E4M3 = 3, kFloat8E5M2 = 4 };
+// Those of 8 bits: of OCP, as torch.float8_e4m3fn and e5m2; and with the bias one higher and no -0 (FNUZ).
+enum class DType : uint8_t {
+  kFloat32 = 0,
+  kFloat16 = 1,
+  kBFloat16 = 2,
+  kFloat8E4M3 = 3,
+  kFloat8E5M2 = 4,
+  kFloat8E4M3Fnuz = 5,
+  kFloat8E5M2Fnuz = 6,
+};
 enum class LseBase : uint8_t { kE = 0, k2 = 1 };
 enum class Op : uint8_t { kA2aLseReduce = 1, kQueryGather = 2, kReleaseQuery = 3, kKvGather = 4 };
 

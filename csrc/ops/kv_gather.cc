@@ -33,13 +33,14 @@ DCP_FN void publish(const arch::Cta& cta, const KvGatherParams& p, const arch::P
 DCP_FN void dequantise(const arch::Cta& cta, const KvGatherParams& p) {
   const Lanes lanes(cta);
   const float scale = p.scale != nullptr ? *p.scale : p.scale_value;
+  const E4M3 format(p.dtype);
   const int num_channels = p.control.num_channels;
   for (int64_t row = cta.index() + int64_t(num_channels) * lanes.group(); row < p.num_rows;
        row += int64_t(num_channels) * lanes.num_groups()) {
     const uint8_t* from = symm_own<const uint8_t>(p.buffers, chunk_row(p, row));
     BFloat16* to = reinterpret_cast<BFloat16*>(static_cast<char*>(p.out) + row * p.out_stride);
-    arch::map_elements(lanes, to, from, p.row_bytes, [scale](uint8_t code) {
-      return arch::from_float<BFloat16>(from_e4m3({code}) * scale);
+    arch::map_elements(lanes, to, from, p.row_bytes, [scale, format](uint8_t code) {
+      return arch::from_float<BFloat16>(format.value({code}) * scale);
     });
   }
 }

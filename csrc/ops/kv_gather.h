@@ -56,6 +56,7 @@ struct KvGatherParams {
   const float* scale;  // one number, read during the call, or null: it is scale_value
   float scale_value;
 
+  DType dtype;        // of the cache
   int64_t row_bytes;  // of a row in the buffer; a multiple of 16
   uint64_t call;      // descriptor: the same on all ranks
   int32_t buffer_idx;

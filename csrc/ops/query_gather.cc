@@ -29,27 +29,23 @@ DCP_FN uint64_t gathered_head(const Params& p, int64_t row, int source, int head
   return p.buffer_offset + uint64_t((row * num_heads + source * p.num_local_heads + head) * p.head_bytes);
 }
 
-template <class T>
-DCP_FN Float8E4M3 quantised(T x, float scale) {
-  return to_e4m3(arch::to_float(x) / scale);
-}
-
 // One part of one head, rounded to e4m3 on its way.
 template <class T>
 DCP_FN void publish_quantised(const Lanes& lanes, const Params& p, const Broadcast& broadcast, uint64_t to,
                               const T* from, int64_t num_elements, float scale) {
   constexpr int kUnit = 16;
+  const E4M3 format(p.dtype);
   if (p.has_units) {
     for (int64_t at = lanes.rank() * kUnit; at < num_elements; at += lanes.size() * kUnit) {
       T values[kUnit];
       Float8E4M3 codes[kUnit];
       arch::load_elements(from + at, values);
-      for (int i = 0; i < kUnit; ++i) codes[i] = quantised(values[i], scale);
+      for (int i = 0; i < kUnit; ++i) codes[i] = format.round(arch::to_float(values[i]) / scale);
       broadcast.store(to + at, arch::bit_cast<arch::Words16>(codes));
     }
   } else {
     for (int64_t at = lanes.rank(); at < num_elements; at += lanes.size()) {
-      broadcast.store(to + at, quantised(from[at], scale).bits);
+      broadcast.store(to + at, format.round(arch::to_float(from[at]) / scale).bits);
     }
   }
 }

@@ -45,7 +45,7 @@ struct QueryGatherParams {
   QueryPart parts[kMaxQueryParts];
   int32_t num_parts;
   bool releases;   // release_query: no rows, and nothing is open after it
-  bool quantises;  // parts of type source_dtype become float8 e4m3, divided by *scale
+  bool quantises;  // parts of type source_dtype become float8 e4m3 (of `dtype`), divided by *scale
   bool has_units;  // every part begins and ends at a multiple of 16 bytes of the gathered head
   DType source_dtype;
   const float* scale;  // one number, read during the call, or null: it is scale_value

@@ -247,7 +247,7 @@ class TraceableWorkspace:
         self.handle = register(workspace)
         self.workspace = workspace
         self.num_heads, self.num_local_heads = workspace.config.num_heads, workspace.num_local_heads
-        self.kv_chunk_rows = workspace.config.kv_chunk_rows
+        self.kv_chunk_rows, self.quantised_dtype = workspace.config.kv_chunk_rows, workspace.config.quantised_dtype
         with torch.inference_mode(False):  # else code outside of inference mode could not write it
             self.state = torch.zeros(workspace.config.num_lanes, dtype=torch.int64, device=workspace.device)
 
@@ -294,7 +294,7 @@ class TraceableWorkspace:
         if not parts:
             raise DcpInvalidArgument("query_gather: query must have parts (got 0)")
         if out is None:
-            dtype = parts[0].dtype if scale is None else torch.float8_e4m3fn
+            dtype = parts[0].dtype if scale is None else self.quantised_dtype
             head_dim = sum(part.shape[-1] for part in parts)
             out = parts[0].new_empty((parts[0].shape[0], self.num_heads, head_dim), dtype=dtype)
         number, tensor = (None, scale) if isinstance(scale, Tensor) else (scale, None)

@@ -38,13 +38,14 @@ def kv_gather(
     it has been waited for: that call tells the peers that they may write there again.
 
     Args:
-        kv_cache: [num_blocks, block_size, Dkv], this rank's paged cache: fp32, fp16, bf16, fp8 e4m3fn or e5m2; unit stride
-            in the last dim, any other strides; Dkv elements are a multiple of 16 bytes, and no more than
-            config.kv_dim elements of config.kv_dtype. Bytes are moved as they are.
+        kv_cache: [num_blocks, block_size, Dkv], this rank's paged cache: fp32, fp16, bf16, fp8 e4m3fn, e5m2, e4m3fnuz or
+            e5m2fnuz, the same on all ranks; unit stride in the last dim, any other strides; Dkv elements are a multiple
+            of 16 bytes, and no more than config.kv_dim elements of config.kv_dtype. Bytes are moved as they are.
         plan: of this step and this rank. plan.chunk_size is at most config.kv_chunk_rows.
         chunk_idx: 0 .. plan.num_chunks - 1.
-        scale: dequantises at the reader: `(row.float() * scale).to(torch.bfloat16)`, for an fp8 e4m3fn cache. A positive
-            number, or one fp32 element that is read during the call. The chunk travels in fp8 all the same.
+        scale: dequantises at the reader: `(row.float() * scale).to(torch.bfloat16)`, for a cache in fp8 e4m3fn or
+            e4m3fnuz. A positive number, or one fp32 element that is read during the call. The chunk travels in fp8 all
+            the same.
         out: with scale: bf16 [rows, Dkv], unit last stride, to put the result in; allocated when None.
         lane: which of the workspace's independent streams.
 
@@ -208,8 +209,9 @@ def _check_output(op: str, chunk: Chunk, workspace: Any, scale: Any, out: Any) -
         if out is not None:
             _check.fail(op, "out must come with scale (without it the chunk is a view of the workspace)", "out alone")
         return
-    if chunk.dtype is not torch.float8_e4m3fn:
-        _check.fail(op, "kv_cache must be float8_e4m3fn where scale is given", _check.name_of(chunk.dtype))
+    if chunk.dtype not in _check.SCALED_DTYPES:
+        names = " or ".join(map(_check.name_of, _check.SCALED_DTYPES))
+        _check.fail(op, f"kv_cache must be {names} where scale is given", _check.name_of(chunk.dtype))
     _check.scale(op, scale, workspace.device)
     if isinstance(scale, torch.Tensor):
         _check.has_memory(op, "scale", scale)

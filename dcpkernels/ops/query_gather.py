@@ -37,12 +37,13 @@ def query_gather(
     Args:
         query: [T, H/W, Dq], or parts [T, H/W, d_0], [T, H/W, d_1], ... (at most 4) with sum(d_i) = Dq =
             config.query_head_dim, which are laid side by side in the last dim, such as MLA's latent (512) and rope (64)
-            part. fp32, fp16, bf16, fp8 e4m3fn or e5m2, no wider than config.query_dtype, the same for all parts; unit
-            stride in the last dim, any token and head strides. Bytes are moved as they are.
+            part. fp32, fp16, bf16, fp8 e4m3fn, e5m2, e4m3fnuz or e5m2fnuz, no wider than config.query_dtype, the same for
+            all parts; unit stride in the last dim, any token and head strides. Bytes are moved as they are.
         scale: quantises: q / scale is computed in fp32, clamped to +-448 (NaN stays NaN) and rounded to nearest even to
-            fp8 e4m3fn, as `(q.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)` does. Parts are then fp32,
-            fp16 or bf16. A positive number, or one fp32 element that is read during the call. Must be the same on all
-            ranks, which is not checked.
+            fp8 e4m3fn, as `(q.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)` does. To fp8 e4m3fnuz, and
+            clamped to +-240, where `out` has that dtype; without `out`, where config.query_dtype is it. Parts are then
+            fp32, fp16 or bf16. A positive number, or one fp32 element that is read during the call. Must be the same on
+            all ranks, which is not checked.
         out: [T, H, Dq] in the result's dtype, unit last stride. Required for T above config.max_num_tokens, which is then
             done in several rounds.
         lane: which of the workspace's independent streams.
@@ -128,7 +129,10 @@ def _make_plan(workspace: Any, parts: tuple[Any, ...], scale: Any, out: Any, lan
     if scale is not None:
         _check.dtype(OP, names[0], parts[0], tuple(_check.DTYPE_CODES))
         _check.scale(OP, scale, device)
-    dtype = source if scale is None else torch.float8_e4m3fn
+    dtype = source
+    if scale is not None:
+        asked = getattr(out, "dtype", None)
+        dtype = asked if asked in _check.SCALED_DTYPES else config.quantised_dtype
     if dtype.itemsize > config.query_dtype.itemsize:
         _check.fail(
             OP, f"query must be no wider than query_dtype={_check.name_of(config.query_dtype)}", _check.name_of(dtype)
@@ -143,7 +147,7 @@ def _make_plan(workspace: Any, parts: tuple[Any, ...], scale: Any, out: Any, lan
         _check.tensor(OP, "out", out, device=device)
         shape = (num_tokens, config.num_heads, head_dim)
         _check.shape(OP, "out", out, "[T, num_heads, query_head_dim]", shape)
-        _check.dtype(OP, "out", out, (dtype,))
+        _check.dtype(OP, "out", out, (dtype,) if scale is None else _check.SCALED_DTYPES)
         _check.last_stride(OP, "out", out)
         _check.writable(OP, "out", out)
 

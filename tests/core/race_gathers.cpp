@@ -199,7 +199,7 @@ class Rank {
     p.block_stride = 2 * kRowBytes;
     p.row_stride = p.row_bytes = kRowBytes;
     p.buffer_idx = chunk % 2;
-    p.call = DCP_NS::chunk_descriptor(0, p.buffer_idx, chunk, 0);
+    p.call = DCP_NS::chunk_descriptor(0, p.dtype, p.buffer_idx, chunk, 0);
     p.buffer_offset = shape_.query_bytes();
     p.buffer_bytes = shape_.kv_bytes();
     return p;

@@ -144,10 +144,10 @@ void bind_kv(py::module_& module) {
          &P::num_source_rows, &P::out, &P::out_stride, &P::num_rows, &P::scale>(
       cls, "cache", "block_size", "block_stride", "row_stride", "source_rows", "final_rows",
       "num_source_rows", "out", "out_stride", "num_rows", "scale");
-  fields<&P::row_bytes, &P::call, &P::buffer_idx, &P::buffer_offset, &P::buffer_bytes, &P::stream_idx,
-         &P::symm, &P::buffers, &P::control, &P::wait>(cls, "row_bytes", "call", "buffer_idx",
-                                                       "buffer_offset", "buffer_bytes", "stream_idx", "symm",
-                                                       "buffers", "control", "wait");
+  fields<&P::dtype, &P::row_bytes, &P::call, &P::buffer_idx, &P::buffer_offset, &P::buffer_bytes,
+         &P::stream_idx, &P::symm, &P::buffers, &P::control, &P::wait>(
+      cls, "dtype", "row_bytes", "call", "buffer_idx", "buffer_offset", "buffer_bytes", "stream_idx", "symm",
+      "buffers", "control", "wait");
   module.def("kv_start_step", &kv_start_step);
   module.def("kv_wait_step", &kv_wait_step);
 }

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from dcpkernels import _check
 from dcpkernels.region_layout import RegionLayout
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}  # csrc/core/types.h: DType
+DTYPES = _check.GATHER_DTYPE_CODES  # csrc/core/types.h: DType
 WIRES = {"push": 0, "pull": 1, "packet8": 2, "packet16": 3, "packet128": 4}  # Wire
 FAULTS = ("none", "timeout", "mismatch", "peer lost", "interrupted", "query open", "query rows", "chunk turn")
 LSE_BASES = {"e": 0, "2": 1}
@@ -257,9 +258,9 @@ class Ranks:
         if out is not None:
             p.out, p.out_stride, p.scale = out.data_ptr(), out.stride(0) * out.element_size(), scale.data_ptr()
         p.num_rows, p.row_bytes = plan.num_rows(chunk_idx), cache.shape[2] * size
-        p.buffer_idx = turn % 2
+        p.buffer_idx, p.dtype = turn % 2, DTYPES[cache.dtype]
         # csrc/core/digest.h: chunk_descriptor
-        p.call = OP_KV << 56 | p.buffer_idx << 44 | (chunk_idx & 0xFFF) << 32 | plan.digest
+        p.call = OP_KV << 56 | (p.dtype << 1 | p.buffer_idx) << 44 | (chunk_idx & 0xFFF) << 32 | plan.digest
         p.buffer_offset, p.buffer_bytes = layout.gather_parts["kv_gather.buffers"].offset, layout.kv_buffer_bytes
         p.stream_idx = layout.stream_idx("kv_gather", 0)
         p.symm = p.buffers = self.symm(rank)
