@@ -38,7 +38,7 @@ CONFIG = WorkspaceConfig(
     timeout_s=20.0,
     first_call_timeout_s=20.0,
 )
-E4M3 = torch.float8_e4m3fn
+E4M3, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 
 
 def as_bytes(tensor):
@@ -71,6 +71,7 @@ class Query:
     scale: float | torch.Tensor | None = None
     has_out: bool = False
     lane: int = 0
+    to: torch.dtype = torch.float8_e4m3fn  # with a scale
 
     @property
     def num_tokens(self):
@@ -78,7 +79,7 @@ class Query:
 
     def truth(self):
         scale = self.scale.item() if isinstance(self.scale, torch.Tensor) else self.scale
-        return as_bytes(reference.query_gather(self.parts, scale=scale))
+        return as_bytes(reference.query_gather(self.parts, scale=scale, scaled_dtype=self.to))
 
 
 def queries(num_ranks):
@@ -100,11 +101,12 @@ def queries(num_ranks):
             for rank in range(num_ranks)
         ]
         scale = (3.7e-3 if i % 2 else torch.tensor([0.1 * i + 0.1])) if quantises else None
-        calls.append(Query(parts, scale, has_out, lane=i // 2 % 2))
+        to = E4M3 if not has_out or i % 3 else FNUZ  # CONFIG decides where there is no `out`
+        calls.append(Query(parts, scale, has_out, i // 2 % 2, to))
     # Numbers that do not all saturate.
     gen = torch.Generator().manual_seed(7)
     numbers = [[torch.randn(4, NUM_HEADS // num_ranks, QUERY_DIM, generator=gen)] for _ in range(num_ranks)]
-    return [*calls, Query(numbers, 0.02), Query(numbers, torch.tensor(0.3), has_out=True)]
+    return [*calls, Query(numbers, 0.02), *(Query(numbers, torch.tensor(0.3), True, 0, to) for to in (E4M3, FNUZ))]
 
 
 def gather_query(workspace, call, turn=0):
@@ -113,7 +115,7 @@ def gather_query(workspace, call, turn=0):
     arguments = {"workspace": workspace, "scale": call.scale, "lane": call.lane}
     given = [part.tensor for part in mine]
     if call.has_out:
-        dtype = given[0].dtype if call.scale is None else E4M3
+        dtype = given[0].dtype if call.scale is None else call.to
         shape = (call.num_tokens, NUM_HEADS, QUERY_DIM)
         out = placed(torch.zeros(shape, dtype=torch.uint8 if dtype.itemsize == 1 else dtype), turn + 1)
         got = query_gather(given, out=out.tensor.view(dtype), **arguments)
@@ -230,7 +232,8 @@ def contexts(num_ranks):
     ]
     for i, scale in enumerate([0.37, torch.tensor([2.5e-3]), 1.0, torch.tensor(448.0)]):
         fields = {"scale": scale, "has_out": i % 2 == 0, "lane": i // 2, "row_bytes": [96, 16, 48, 96][i]}
-        made.append(Context(num_ranks, E4M3, **shapes[i], seed=200 + i, **fields))
+        made.append(Context(num_ranks, (E4M3, FNUZ)[i // 2], **shapes[i], seed=200 + i, **fields))
+        made.append(Context(num_ranks, (FNUZ, E4M3)[i // 2], **shapes[i], seed=300 + i, **fields))
     return made
 
 

@@ -19,7 +19,10 @@ from dcpkernels.errors import DcpError
 from dcpkernels.testing import run_ranks
 from tests.a2a_calls import attempt, meet
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
+DTYPES = [
+    *[torch.bfloat16, torch.float16, torch.float32],
+    *[torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz],
+]
 RANKS = [1, 2, 3, 4, 6, 8]
 PATTERN = 0xA5  # of bytes that nobody is to write
 

@@ -57,6 +57,7 @@ def test_rows_of_query_gather(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["--dtype", "e5m2"], 1),
         (["--dtype", "fp32", "--parts", "16,5,3"], 4),
         (["--dtype", "e4m3", "--parts", "17,7"], 1),
+        (["--dtype", "e4m3fnuz", "--parts", "17,7"], 1),
         (["--quantise"], 1),
         (["--quantise", "--dtype", "fp32", "--parts", "16,8"], 1),
     ],

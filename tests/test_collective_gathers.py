@@ -115,7 +115,7 @@ def test_queries_between_processes(num_ranks):
 def test_the_calls_of_these_tests_are_of_every_kind():
     calls = queries(2)
     kinds = {(call.has_out, call.parts[0][0].dtype, call.scale is None) for call in calls}
-    assert len(kinds) == 2 * (5 + 3)
+    assert len(kinds) == 2 * (7 + 3)
     scaled = [call for call in calls if call.scale is not None]
     assert {(call.has_out, type(call.scale)) for call in scaled} == {
         (o, t) for o in (0, 1) for t in (float, torch.Tensor)

@@ -63,8 +63,8 @@ class Rank:
         world = {"num_ranks": self.workspace.num_ranks, "rank": self.workspace.rank, "chunk_size": chunk_size}
         return KVGatherPlan([context_len], [[*range(5)]], block_size=4, **world)
 
-    def start(self, chunk_idx=0, row_bytes=96, lane=0, **fields):
-        cache = torch.full((5, 4, row_bytes), self.workspace.rank + 1, dtype=torch.uint8).view(E4M3)
+    def start(self, chunk_idx=0, row_bytes=96, lane=0, dtype=E4M3, **fields):
+        cache = torch.full((5, 4, row_bytes), self.workspace.rank + 1, dtype=torch.uint8).view(dtype)
         self.started = self.plan(**fields)
         kv_gather_start(cache, self.started, chunk_idx, workspace=self.workspace, lane=lane)
 
@@ -105,6 +105,7 @@ DIFFERENT = {
     "chunk": (("chunk", {}), ("chunk", {"chunk_idx": 1}), "rank 1: kv_gather(chunk_idx=1", True),
     "plan": (("chunk", {}), ("chunk", {"context_len": 19}), "rank 1: kv_gather(chunk_idx=0", True),
     "row": (("chunk", {}), ("chunk", {"row_bytes": 48}), "rank 1: kv_gather(chunk_idx=0", True),
+    "format": (("chunk", {}), ("chunk", {"dtype": torch.float8_e4m3fnuz}), "dtype=float8_e4m3fnuz, plan=", True),
     "lane of a chunk": (("chunk", {}), ("chunk", {"lane": 1}), "lane=1", False),
 }
 

@@ -74,6 +74,12 @@ WRONG_OUTPUT = {
     ),
     "out, no tensor": ({"scale": 1.0, "out": 1}, "out must be a torch.Tensor"),
 }
+WRONG_TOGETHER = {
+    "scale of e5m2fnuz": (
+        {"scale": 1.0, "kv_cache": CACHE.view(torch.float8_e5m2fnuz)},
+        r"kv_cache must be float8_e4m3fn or float8_e4m3fnuz where scale is given \(got float8_e5m2fnuz\)",
+    ),
+}
 
 
 def refused(op, text, call, *args, **kwargs):
@@ -86,11 +92,13 @@ def refused(op, text, call, *args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "op, name", [("kv_gather", name) for name in WRONG | WRONG_OUTPUT] + [("kv_gather_start", name) for name in WRONG]
+    "op, name",
+    [("kv_gather", name) for name in WRONG | WRONG_OUTPUT | WRONG_TOGETHER]
+    + [("kv_gather_start", name) for name in WRONG],
 )
 def test_a_refused_call_sends_nothing(op, name):
     """Rank 1's mistake raises there at once, and leaves the buffers as they are. Put right, the call works on all."""
-    wrong, text = (WRONG | WRONG_OUTPUT)[name]
+    wrong, text = (WRONG | WRONG_OUTPUT | WRONG_TOGETHER)[name]
 
     def body(group):
         with Workspace(group, config=CONFIG) as workspace:

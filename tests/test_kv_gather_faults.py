@@ -91,9 +91,9 @@ DIFFERENT = {  # what rank 1 does; the others gather chunk 0 of LENS in chunks o
 }
 
 
-def mismatch(group, different, fields):
+def mismatch(group, different, fields, usual=()):
     rank = Rank(group, **fields)
-    return rank.finish(rank(**(different if rank.workspace.rank == 1 else {})))
+    return rank.finish(rank(**(different if rank.workspace.rank == 1 else dict(usual))))
 
 
 @pytest.mark.parametrize("fields", [{}, {"multicast": False, "num_channels": 3}], ids=str)
@@ -108,6 +108,17 @@ def test_different_calls_raise_on_every_rank(name, num_ranks, fields):
         assert "rank 1: kv_gather(" in text and 1 in result.error.ranks, text
         if name == "chunk":
             assert "chunk_idx=1" in text and "chunk_idx=0" in text
+
+
+@pytest.mark.parametrize("dtype, usual", [("e4m3fnuz", "e4m3fn"), ("e4m3fn", "e4m3fnuz"), ("e5m2", "e5m2fnuz")])
+def test_formats_of_fp8_that_differ_are_named(dtype, usual):
+    """The rows are as wide, and of the same bits: only the names tell."""
+    dtypes = ({"dtype": getattr(torch, f"float8_{name}")} for name in (dtype, usual))
+    for result in run_ranks(mismatch, 3, next(dtypes), {}, next(dtypes)):
+        assert type(result.error) is DcpMismatch and result.seconds < TIMEOUT_S + 1, result
+        text = str(result.error)
+        assert f"rank 1: kv_gather(chunk_idx=0 (mod 4096), dtype=float8_{dtype}, plan=" in text, text
+        assert f"kv_gather(chunk_idx=0 (mod 4096), dtype=float8_{usual}, plan=" in text, text
 
 
 def test_mismatch_between_processes():

@@ -8,13 +8,14 @@ import dataclasses
 import pytest
 import torch
 
-from dcpkernels import Workspace, WorkspaceConfig, kv_gather, kv_gather_start, kv_gather_wait
+from dcpkernels import Workspace, WorkspaceConfig, _backend, kv_gather, kv_gather_start, kv_gather_wait
 from dcpkernels.testing import run_ranks, unchanged
 from tests.a2a_calls import same_bits
 from tests.a2a_ways import Layout, guarded_output
 from tests.gather_calls import Buffers, Context
 
-E4M3 = torch.float8_e4m3fn
+E4M3, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+FORMATS = pytest.mark.parametrize("dtype", [E4M3, FNUZ], ids=str)
 CONFIG = WorkspaceConfig(
     12, 8, 4, kv_chunk_rows=512, kv_dim=64, kv_dtype=E4M3, timeout_s=10.0, first_call_timeout_s=10.0
 )
@@ -26,8 +27,8 @@ OUTS = {
 }
 
 
-def context_of(num_ranks, lens=(300, 0, 77, 500), dim=64, **fields):
-    return Context(lens, num_ranks, dim, E4M3, **{"interleave": 2} | fields)
+def context_of(num_ranks, lens=(300, 0, 77, 500), dim=64, dtype=E4M3, **fields):
+    return Context(lens, num_ranks, dim, dtype, **{"interleave": 2} | fields)
 
 
 def assert_as_torch(got: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
@@ -38,18 +39,20 @@ def assert_as_torch(got: torch.Tensor, rows: torch.Tensor, scale: float) -> None
     assert same.all(), (scale, rows.float()[~same][:4], got[~same][:4], truth[~same][:4])
 
 
-def test_the_truth_here_is_the_reference_s():
-    context = context_of(2)
+@FORMATS
+def test_the_truth_here_is_the_reference_s(dtype):
+    context = context_of(2, dtype=dtype)
     for scale in SCALES:
         reference = context.reference_chunk(256, 1, scale)
         assert_as_torch(reference, context.chunk(256, 1), scale)
 
 
-@pytest.mark.parametrize("isa", [None, "baseline"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_all_codes_and_scales(num_ranks, isa):
+@FORMATS
+@pytest.mark.parametrize("isa", _backend.load("cpu").runnable_variants)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_all_codes_and_scales(num_ranks, isa, dtype):
     """Numbers and tensors as the scale; the result is the caller's own."""
-    context = context_of(num_ranks)
+    context = context_of(num_ranks, dtype=dtype)
     for i in range(2):
         assert len(context.chunk(512, i).view(torch.uint8).unique()) == 256
 
@@ -75,7 +78,8 @@ def test_all_codes_and_scales(num_ranks, isa):
 @pytest.mark.parametrize("dim", [16, 48, 64])
 def test_out(dim, multicast, num_channels):
     """Strided, guarded; what lies in the buffers is the fp8 chunk and no byte more; plain calls in between."""
-    context = context_of(2, dim=dim, cache="layers inside of blocks")
+    dtype = FNUZ if dim == 48 else E4M3
+    context = context_of(2, dim=dim, dtype=dtype, cache="layers inside of blocks")
     config = dataclasses.replace(CONFIG, multicast=multicast, num_channels=num_channels)
 
     def body(group):
@@ -93,17 +97,18 @@ def test_out(dim, multicast, num_channels):
                 out.check()
                 assert_as_torch(out.tensor, rows, 2.0)
                 # Every other chunk lies in the first of the two buffers.
-                assert same_bits(buffers.bytes[: len(rows) * dim].view(E4M3).view(-1, dim), rows)
+                assert same_bits(buffers.bytes[: len(rows) * dim].view(dtype).view(-1, dim), rows)
                 buffers.check(0, len(rows) * dim)
                 assert same_bits(kv_gather(cache, plan, i, workspace=workspace), rows)
 
     run_ranks(body, 2)
 
 
-def test_in_the_split_form():
+@FORMATS
+def test_in_the_split_form(dtype):
     """The scale comes with wait, is that of the layer, and may differ between ranks as the reader's own business; a tensor
     is read in the call."""
-    context = context_of(3)
+    context = context_of(3, dtype=dtype)
 
     def body(group):
         with Workspace(group, config=CONFIG) as workspace:
@@ -122,13 +127,14 @@ def test_in_the_split_form():
     run_ranks(body, 3)
 
 
-def between_processes(group):
-    context = context_of(2)
+def between_processes(group, dtype):
+    context = context_of(2, dtype=dtype)
     with Workspace(group, config=CONFIG) as workspace:
         plan = context.plan(workspace.rank, 512)
         result = kv_gather(context.caches[workspace.rank], plan, 0, workspace=workspace, scale=0.5)
         assert_as_torch(result, context.chunk(512, 0), 0.5)
 
 
-def test_between_processes():
-    run_ranks(between_processes, 2, mode="process")
+@FORMATS
+def test_between_processes(dtype):
+    run_ranks(between_processes, 2, dtype, mode="process")

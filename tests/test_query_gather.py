@@ -201,7 +201,7 @@ def test_out_leaves_the_query_as_it_is():
 # -- arguments
 
 GOOD = torch.zeros(4, 6, 40, dtype=torch.bfloat16)
-E4M3 = torch.float8_e4m3fn
+E4M3, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 WRONG = {
     "no tensor": ({"query": [[1.0]]}, "query must be a torch.Tensor"),
     "None": ({"query": None}, "query must be a torch.Tensor"),
@@ -240,7 +240,17 @@ WRONG = {
     "scale's dtype": ({"scale": torch.ones(1, dtype=torch.float64)}, r"scale must be float32 \(got float64\)"),
     "scale's size": ({"scale": torch.ones(2)}, r"scale must have one element \(got \[2\]\)"),
     "scale of fp8": ({"query": GOOD.to(E4M3), "scale": 1.0}, r"query must be .*\(got float8_e4m3fn\)"),
-    "scale, out": ({"scale": 1.0, "out": GOOD.repeat(1, 2, 1)}, r"out must be float8_e4m3fn \(got bfloat16\)"),
+    "scale of fnuz": ({"query": GOOD.to(FNUZ), "scale": 1.0}, r"query must be .*\(got float8_e4m3fnuz\)"),
+    "scale, out": (
+        {"scale": 1.0, "out": GOOD.repeat(1, 2, 1)},
+        r"out must be float8_e4m3fn or float8_e4m3fnuz \(got bfloat16\)",
+    ),
+    "scale, out of e5m2": (
+        {"scale": 1.0, "out": GOOD.repeat(1, 2, 1).to(torch.float8_e5m2fnuz)},
+        r"out must be float8_e4m3fn or float8_e4m3fnuz \(got float8_e5m2fnuz\)",
+    ),
+    "fnuz, out": ({"query": GOOD.to(FNUZ), "out": GOOD.repeat(1, 2, 1).to(E4M3)}, r"out must be float8_e4m3fnuz \(got"),
+    "e8m0": ({"query": GOOD.to(torch.float8_e8m0fnu)}, r"query must be .*\(got float8_e8m0fnu\)"),
 }
 
 

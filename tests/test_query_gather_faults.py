@@ -43,12 +43,12 @@ class Rank:
             release_by_merge(self.workspace, 3, lane)
         meet(group)
 
-    def __call__(self, num_tokens=3, lane=0, dtype=torch.bfloat16, out=False, scale=None):
+    def __call__(self, num_tokens=3, lane=0, dtype=torch.bfloat16, out=False, scale=None, to=torch.float8_e4m3fn):
         num_ranks = self.workspace.num_ranks
         queries = [any_bits((num_tokens, 12 // num_ranks, 24), dtype, rank) for rank in range(num_ranks)]
         target = None
         if out:
-            target = torch.empty(num_tokens, 12, 24, dtype=dtype if scale is None else torch.float8_e4m3fn)
+            target = torch.empty(num_tokens, 12, 24, dtype=dtype if scale is None else to)
         query = queries[self.workspace.rank]
         result = attempt(query_gather, query, workspace=self.workspace, lane=lane, out=target, scale=scale)
         if result.error is None and scale is None:
@@ -85,6 +85,24 @@ DIFFERENT = {  # what rank 1 passes and what the others do, and what the text ha
     "dtype": ({"dtype": torch.float16}, {}, "dtype=float16", "dtype=bfloat16"),
     "dtype of another size": ({"dtype": torch.float32}, {}, "dtype=float32", "dtype=bfloat16"),
     "fp8": ({"dtype": torch.float8_e5m2}, {"dtype": torch.float8_e4m3fn}, "dtype=float8_e5m2", "dtype=float8_e4m3fn"),
+    "fnuz": (
+        {"dtype": torch.float8_e4m3fnuz},
+        {"dtype": torch.float8_e4m3fn},
+        "dtype=float8_e4m3fnuz,",
+        "dtype=float8_e4m3fn,",
+    ),
+    "e5m2": (
+        {"dtype": torch.float8_e5m2},
+        {"dtype": torch.float8_e5m2fnuz},
+        "dtype=float8_e5m2,",
+        "dtype=float8_e5m2fnuz,",
+    ),
+    "quantised to": (
+        {"scale": 1.0, "out": True, "to": torch.float8_e4m3fnuz},
+        {"scale": 1.0, "out": True},
+        "dtype=float8_e4m3fnuz,",
+        "dtype=float8_e4m3fn,",
+    ),
     "quantised": ({"scale": 1.0}, {}, "dtype=float8_e4m3fn", "dtype=bfloat16"),
     "out": ({"out": True}, {}, "out", "lane=0"),
     "no out": ({}, {"out": True}, "out", "lane=0"),

@@ -11,7 +11,8 @@ import torch
 from dcpkernels import reference
 from dcpkernels.errors import DcpInvalidArgument
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+E4M3, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, E4M3, torch.float8_e5m2, FNUZ, torch.float8_e5m2fnuz]
 
 
 def any_bytes(*shape, dtype, seed=0):
@@ -49,35 +50,43 @@ def test_query_gather_of_no_tokens():
     assert reference.query_gather([torch.zeros(0, 2, 5)] * 3, scale=2.0).dtype == torch.float8_e4m3fn
 
 
-# By code, from 0 to 448: 4 bits of exponent, 3 of mantissa.
-E4M3_NUMBERS = [m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:-1]
+def numbers(bias):
+    """By code: 4 bits of exponent, 3 of mantissa."""
+    return [
+        m / 8 * 2.0 ** (1 - bias) if e == 0 else (1 + m / 8) * 2.0 ** (e - bias) for e in range(16) for m in range(8)
+    ]
 
 
-def e4m3(value):
-    """The code of float8_e4m3fn that is nearest to a number, the even one in between; saturates."""
+NUMBERS = {E4M3: numbers(7)[:-1], FNUZ: numbers(8)}  # up to 448, to 240
+NANS = {E4M3: (0x7F, 0xFF), FNUZ: (0x80,)}
+
+
+def e4m3(value, to=E4M3):
+    """The code that is nearest to a number, the even one in between; saturates. Of e4m3fnuz 0 has no sign."""
     if math.isnan(value):
-        return 0x7F
-    magnitude = min(abs(value), 448.0)
-    above = bisect.bisect_left(E4M3_NUMBERS, magnitude)
-    code = min(range(max(above - 1, 0), above + 1), key=lambda c: (abs(E4M3_NUMBERS[c] - magnitude), c % 2))
-    return code | (0x80 if math.copysign(1, value) < 0 else 0)
+        return NANS[to][0]
+    magnitude = min(abs(value), NUMBERS[to][-1])
+    above = bisect.bisect_left(NUMBERS[to], magnitude)
+    code = min(range(max(above - 1, 0), above + 1), key=lambda c: (abs(NUMBERS[to][c] - magnitude), c % 2))
+    return code | (0x80 if math.copysign(1, value) < 0 and (code > 0 or to is E4M3) else 0)
 
 
+@pytest.mark.parametrize("to", [E4M3, FNUZ], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 0.1, 3.7e-3, 50.0])
-def test_query_gather_to_fp8(scale, dtype):
+def test_query_gather_to_fp8(scale, dtype, to):
     values = [0.0, -0.0, 1.0, 1.0625, 1.1875, 448, 463.9, 464, 1e4, -1e4, 2**-9, 2**-10, 1.5 * 2**-9, 0.3, -7.77]
-    values += [math.inf, -math.inf, math.nan]
+    values += [math.inf, -math.inf, math.nan, 240, 247.9, 248, 2**-11, 1.5 * 2**-11, 1.5 * 2**-10, 1e-9]
     query = torch.cat([torch.tensor(values), torch.tensor(values) * scale]).to(dtype).view(1, 2, -1)
-    out = reference.query_gather([query, -query], scale=scale)
-    assert out.dtype == torch.float8_e4m3fn
+    out = reference.query_gather([query, -query], scale=scale, scaled_dtype=to)
+    assert out.dtype == to
     assert out.shape == (1, 4, len(values))
     # One division in fp32: exact quotients of fp32 numbers, rounded once.
     scale32 = torch.tensor(scale).double()
     quotients = (torch.cat([query, -query], dim=1).double() / scale32).float().flatten().tolist()
-    expected = [e4m3(q) for q in quotients]
+    expected = [e4m3(q, to) for q in quotients]
     got = out.view(torch.uint8).flatten().tolist()
-    assert [g & 0x7F if g & 0x7F == 0x7F else g for g in got] == expected  # a NaN may have either sign
+    assert [NANS[to][0] if g in NANS[to] else g for g in got] == expected
 
 
 def test_query_gather_to_fp8_divides():
@@ -141,16 +150,17 @@ def test_kv_gather_gives_back_what_was_dealt_out(num_ranks, interleave, block_si
     assert bits(out) == whole[60:]
 
 
+@pytest.mark.parametrize("dtype", [E4M3, FNUZ], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 0.1, 3.7e-3, 50.0])
-def test_kv_gather_from_fp8(scale):
+def test_kv_gather_from_fp8(scale, dtype):
     codes = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
-    out = reference.kv_gather([codes.view(torch.float8_e4m3fn)], [16], [[[0]]], chunk_size=16, chunk_idx=0, scale=scale)
+    out = reference.kv_gather([codes.view(dtype)], [16], [[[0]]], chunk_size=16, chunk_idx=0, scale=scale)
     assert out.dtype == torch.bfloat16
     for code, got in enumerate(out.flatten().tolist()):
-        if code & 0x7F == 0x7F:
+        if code in NANS[dtype]:
             assert math.isnan(got)
             continue
-        value = E4M3_NUMBERS[code & 0x7F]
+        value = NUMBERS[dtype][code & 0x7F]
         # fp32 first, then bf16: each of the two roundings is torch's.
         product = (torch.tensor(value, dtype=torch.float64) * torch.tensor(scale).double()).float()
         expected = product.bfloat16().item() * (-1 if code & 0x80 else 1)
@@ -236,7 +246,7 @@ GATHER = {
         ({"interleave": 0}, "interleave must be at least 1 (got 0)"),
         ({"chunk_idx": 3}, "chunk_idx must be that of a chunk of 25 rows (got 3)"),
         ({"chunk_idx": -1}, "chunk_idx must be that of a chunk of 25 rows (got -1)"),
-        ({"scale": 1.0}, "kv_caches with a scale must be torch.float8_e4m3fn (got torch.float32)"),
+        ({"scale": 1.0}, f"kv_caches with a scale must be one of {reference.SCALED} (got torch.float32)"),
         (
             {"scale": math.inf, "kv_caches": [torch.zeros(4, 8, 3).to(torch.float8_e4m3fn)] * 2},
             "scale must be above 0 and finite in fp32 (got inf)",

@@ -7,6 +7,7 @@ a rank is reported by its own test.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import os
@@ -80,6 +81,24 @@ def eager(group):
         assert not found.requires_grad
         with torch.inference_mode():
             query_gather(query, workspace=traceable)
+
+
+def quantised(group):
+    """To what the workspace's query_dtype says, or an `out`."""
+    for dtype, to in ((torch.float8_e4m3fnuz, torch.float8_e4m3fnuz), (torch.float8_e5m2fnuz, torch.float8_e4m3fn)):
+        with Workspace(group, config=dataclasses.replace(CONFIG, query_dtype=dtype)) as workspace:
+            rank = Rank(workspace)
+            query = rank.query()
+            found = query_gather(query, workspace=rank.traceable, scale=0.01)
+            assert found.dtype is to and same_bits(found, rank.gathered(query, scale=0.01))
+            for other in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+                out, expected = (torch.empty(4, HEADS, QUERY_DIM, dtype=other) for _ in range(2))
+                query_gather(query, workspace=rank.traceable, scale=0.01, out=out)
+                assert same_bits(out, dcpkernels.query_gather(query, workspace=workspace, scale=0.01, out=expected))
+
+
+def test_what_a_query_is_quantised_to():
+    run_ranks(quantised, 2)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)

@@ -54,13 +54,14 @@ def eager(group):
         found = kv_gather(cache, traceable_plan, 1, workspace=rank.traceable)
         assert found.shape == (CHUNK_ROWS, KV_DIM) and same_bits(found[:11], rows[12:])
         # Another plan, in fp8 with scales.
-        cache, plan, rows = rank.context((5, 1), FP8)
-        traceable_plan.set(plan)
-        for scale in (0.5, torch.tensor([0.5])):
-            out = buffer(dtype=torch.bfloat16)
-            kv_gather(cache, traceable_plan, 0, workspace=rank.traceable, scale=scale, out=out)
-            assert same_bits(out, expected(rows, 0, 0.5))
-        assert kv_gather(cache, traceable_plan, 0, workspace=rank.traceable).dtype is FP8
+        for dtype in (FP8, torch.float8_e4m3fnuz):
+            cache, plan, rows = rank.context((5, 1), dtype)
+            traceable_plan.set(plan)
+            for scale in (0.5, torch.tensor([0.5])):
+                out = buffer(dtype=torch.bfloat16)
+                kv_gather(cache, traceable_plan, 0, workspace=rank.traceable, scale=scale, out=out)
+                assert same_bits(out, expected(rows, 0, 0.5))
+            assert kv_gather(cache, traceable_plan, 0, workspace=rank.traceable).dtype is dtype
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -231,7 +232,13 @@ def test_wrong_arguments():
             )
             refuse("out must have shape", cache, traceable_plan, 0, out=buffer().t())
             refuse("out must have kv_cache's dtype", cache, traceable_plan, 0, out=buffer(dtype=torch.bfloat16))
-            refuse("kv_cache must be float8_e4m3fn where scale is given", cache, traceable_plan, 0, scale=0.5)
+            refuse(
+                "kv_cache must be float8_e4m3fn or float8_e4m3fnuz where scale is given",
+                cache,
+                traceable_plan,
+                0,
+                scale=0.5,
+            )
             refuse("lane must be in 0 .. 1", cache, traceable_plan, 0, lane=2)
             with pytest.raises(DcpInvalidArgument, match="chunk_idx must be at least 0 and below num_chunks=2"):
                 kv_gather(cache, traceable_plan, 2, workspace=traceable)

@@ -10,7 +10,7 @@ from dcpkernels import env
 from dcpkernels.cli.parsing import count, list_of
 
 _MERGED = ("bf16", "fp16", "fp32")
-_GATHERED = (*_MERGED, "e4m3", "e5m2")
+_GATHERED = (*_MERGED, "e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")
 
 _EPILOG = (
     "bytes: what one rank has to store.  floor_us: memcpy of as many bytes by all rank processes at once, each from "
