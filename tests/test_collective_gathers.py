@@ -29,6 +29,7 @@ from tests.a2a_calls import attempt, meet
 from tests.collective_gather_calls import (
     CONFIG,
     E4M3,
+    FNUZ,
     KV_BYTES,
     NUM_HEADS,
     QUERY_DIM,
@@ -120,6 +121,7 @@ def test_the_calls_of_these_tests_are_of_every_kind():
     assert {(call.has_out, type(call.scale)) for call in scaled} == {
         (o, t) for o in (0, 1) for t in (float, torch.Tensor)
     }
+    assert {(call.has_out, call.to) for call in scaled} == {(False, E4M3), (True, E4M3), (True, FNUZ)}
     assert {call.num_tokens for call in calls if not call.has_out} >= {0, 1, 4}
     assert {call.num_tokens for call in calls if call.has_out} >= {0, 4, 13} and CONFIG.max_num_tokens == 4
     assert {len(call.parts[0]) for call in calls} == {1, 2, 4} and {call.lane for call in calls} == {0, 1}

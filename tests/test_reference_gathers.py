@@ -213,6 +213,17 @@ def test_bad_arguments_of_query_gather(queries, scale, text):
     assert str(caught.value) == f"reference.query_gather: {text}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2fnuz, torch.float8_e5m2, torch.bfloat16], ids=str)
+def test_scales_are_of_e4m3(dtype):
+    with pytest.raises(
+        DcpInvalidArgument, match=r"query_gather: scaled_dtype must be one of .*e4m3fn, .*e4m3fnuz\) \(got"
+    ):
+        reference.query_gather(QUERIES, scale=1.0, scaled_dtype=dtype)
+    caches = {"kv_caches": [torch.zeros(4, 8, 3).to(dtype)] * 2, "scale": 1.0}
+    with pytest.raises(DcpInvalidArgument, match=r"kv_gather: kv_caches with a scale must be one of .*\(got torch."):
+        reference.kv_gather(**(GATHER | caches))
+
+
 GATHER = {
     "kv_caches": [torch.zeros(4, 8, 3)] * 2,
     "context_lens": [20, 5],
