@@ -116,8 +116,10 @@ def any_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Ten
 
 
 def query_case(card: Card, num_ranks: int, num_tokens: int, dtype: torch.dtype, scale: float | None, dim: int) -> None:
-    """In two parts, gathered into the buffer and, in rounds, to `out`; twice, so that buffers are dirty."""
+    """In two parts, gathered into the buffer and, in rounds, to `out`; twice, so that buffers are dirty. With a scale, to one
+    format of fp8 where heads are whole units, to the other where they are not."""
     local_heads, widths = 3, (dim - 64, 64)
+    to = torch.float8_e4m3fn if dim % 16 == 0 else torch.float8_e4m3fnuz
     ranks = card.ranks(
         num_ranks, num_heads=local_heads * num_ranks, head_dim=64, max_num_tokens=max(num_tokens, 1), num_channels=2,
         query_head_bytes=dim * dtype.itemsize,
@@ -134,8 +136,10 @@ def query_case(card: Card, num_ranks: int, num_tokens: int, dtype: torch.dtype, 
                 whole = (torch.randn(shape, generator=generator) * 30).to(dtype)
             queries.append(tuple(whole.split(widths, dim=2)))
         parts = [[ranks.keep(part) for part in query] for query in queries]
-        expected = reference.query_gather(queries, scale=scale)
-        gather = card.ext.query_step([ranks.query_params(r, parts[r], scale=on_device) for r in range(num_ranks)])
+        expected = reference.query_gather(queries, scale=scale, scaled_dtype=to)
+        gather = card.ext.query_step(
+            [ranks.query_params(r, parts[r], scale=on_device, to=to) for r in range(num_ranks)]
+        )
         ranks.run(gather, one_grid=card.one_grid)
         for rank in range(num_ranks):
             got = ranks.gathered_query(rank, num_tokens, dim, expected.dtype)
@@ -143,7 +147,7 @@ def query_case(card: Card, num_ranks: int, num_tokens: int, dtype: torch.dtype, 
         ranks.run(release, one_grid=card.one_grid)
         outs = [ranks.keep(torch.full(expected.shape, 0xA5, dtype=torch.uint8).repeat_interleave(
             expected.element_size(), 2).view(expected.dtype)) for _ in range(num_ranks)]  # fmt: skip
-        params = [ranks.query_params(r, parts[r], scale=on_device, out=outs[r]) for r in range(num_ranks)]
+        params = [ranks.query_params(r, parts[r], scale=on_device, out=outs[r], to=to) for r in range(num_ranks)]
         for p in params:
             p.max_round_rows = max(1, num_tokens // 3)
         ranks.run(card.ext.query_step(params), one_grid=card.one_grid)
@@ -178,17 +182,19 @@ def paged_context(
             table.append(order[used : used + count])
             used += count
         cache = any_bits((len(order), block_size, dim), dtype, seed=100 + rank)
-        if dtype == torch.float8_e4m3fn:  # NaN has many codes, and no order to hold bf16 to
+        if dtype.itemsize == 1:  # NaN has many codes, and no order to hold bf16 to
             plain = cache.view(torch.uint8)
-            plain[plain & 0x7F == 0x7F] = 0x3C
+            plain[plain & 0x7F == 0x7F if dtype == torch.float8_e4m3fn else plain == 0x80] = 0x3C
         caches.append(cache)
         tables.append(table)
     return caches, tables
 
 
 def kv_case(card: Card, num_ranks: int, lens: list[int], chunk_size: int, interleave: int, scale: float | None) -> None:
-    """All chunks, twice: two buffers by turns, guarded by credits."""
-    dtype, dim, block_size = (torch.bfloat16, 576, 16) if scale is None else (torch.float8_e4m3fn, 576, 16)
+    """All chunks, twice: two buffers by turns, guarded by credits. fp8 is of one format or the other."""
+    dtype, dim, block_size = torch.bfloat16, 576, 16
+    if scale is not None:
+        dtype = torch.float8_e4m3fn if interleave == 1 else torch.float8_e4m3fnuz
     caches, tables = paged_context(num_ranks, lens, dim, dtype, block_size, interleave)
     plans = [
         KVGatherPlan(lens, tables[rank], block_size=block_size, num_ranks=num_ranks, rank=rank, chunk_size=chunk_size,

@@ -209,14 +209,15 @@ class Ranks:
         num_tokens: int | None = None,
         out: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
+        to: torch.dtype = torch.float8_e4m3fn,
     ) -> Any:
-        """Of one rank's query_gather; without parts, of its release_query. `scale`: fp32 on the device."""
+        """Of one rank's query_gather; without parts, of its release_query. `scale`: fp32 on the device, `to` its format."""
         layout, p = self.layout, self.ext.QueryParams()
         source = parts[0].dtype if parts else self.dtype
         size = 1 if scale is not None else source.itemsize
         p.num_parts, p.releases, p.quantises, p.has_units = len(parts), not parts, scale is not None, True
         p.source_dtype = DTYPES[source] if scale is not None else 0
-        p.dtype = DTYPES[torch.float8_e4m3fn] if scale is not None else DTYPES[source]
+        p.dtype = DTYPES[to] if scale is not None else DTYPES[source]
         p.num_tokens = len(parts[0]) if parts else 0
         offset = 0
         for i, part in enumerate(parts):
