@@ -21,10 +21,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.cuda import fake_memory
 from tests.cuda.bindings import real
-from tests.cuda.fake_core import call, require
-from tests.cuda.fake_vmm import GARBAGE, FakeVmm
+from tests.cuda.fake_vmm import FakeVmm
+from tests.fake_gpu.core import call, require
 
 
 class FakeDriver(FakeVmm):
@@ -53,8 +52,6 @@ class FakeDriver(FakeVmm):
         self.name, self.cut, self.multicast, self.fabric = name, set(cut), multicast, fabric
         self.no_fabric, self.version, self.memory_bytes, self.unified = no_fabric, version, memory_bytes, unified
         self.granularity, self.multicast_granularity = granularity, multicast_granularity
-        self._streams: dict[int, list[Callable[[], Any]]] = {}
-        self._host: dict[int, int] = {}
 
     def live(self) -> dict[str, int]:
         """Objects that there are, by kind."""
@@ -143,13 +140,11 @@ class FakeDriver(FakeVmm):
     @call("context", breaks_capture=True)
     def cuStreamCreate(self, flags: int) -> Any:
         require(flags == int(real.CUstream_flags.CU_STREAM_NON_BLOCKING))
-        stream = self.new()
-        self._streams[stream] = []
-        return real.CUstream(stream)
+        return real.CUstream(self.new_stream())
 
     @call("context", breaks_capture=True)
     def cuStreamDestroy(self, stream: Any) -> tuple[()]:
-        require(self._streams.pop(int(stream), None) is not None, 400)
+        self.end_stream(int(stream))
         return ()
 
     @call("context")
@@ -158,17 +153,14 @@ class FakeDriver(FakeVmm):
 
     @call("context")
     def cuStreamSynchronize(self, stream: Any) -> tuple[()]:
-        require(int(stream) in self._streams, 400)
-        while self._streams[int(stream)]:
-            self._streams[int(stream)].pop(0)()
+        self.wait_stream(int(stream))
         return ()
 
     def _enqueue(self, stream: Any, address: int, nbytes: int, work: Callable[[], Any]) -> tuple[()]:
-        require(int(stream) in self._streams, 400)
         require(nbytes > 0)
         _, mapping = self.mapping_at(int(address), nbytes)
         require(mapping.memory.kind == "memory" and self.stack()[-1] in mapping.ordinals, 700)
-        self._streams[int(stream)].append(work)
+        self.enqueue(int(stream), work)
         return ()
 
     @call("context")
@@ -191,10 +183,8 @@ class FakeDriver(FakeVmm):
 
     @call("context", breaks_capture=True)
     def cuMemHostAlloc(self, nbytes: int, flags: int) -> int:
-        require(flags == real.CU_MEMHOSTALLOC_PORTABLE | real.CU_MEMHOSTALLOC_DEVICEMAP and nbytes > 0)
-        address, size = fake_memory.host(nbytes, GARBAGE)
-        self._host[address] = size
-        return address
+        require(flags == real.CU_MEMHOSTALLOC_PORTABLE | real.CU_MEMHOSTALLOC_DEVICEMAP)
+        return self.new_host(nbytes)
 
     @call("context")
     def cuMemHostGetDevicePointer(self, address: int, flags: int) -> Any:
@@ -203,6 +193,5 @@ class FakeDriver(FakeVmm):
 
     @call("context", breaks_capture=True)
     def cuMemFreeHost(self, address: int) -> tuple[()]:
-        require(address in self._host)
-        fake_memory.free(address, self._host.pop(address))
+        self.end_host(address)
         return ()

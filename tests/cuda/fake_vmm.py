@@ -1,7 +1,7 @@
-"""The fake driver's memory: handles, addresses, mappings, and multicast objects.
+"""The fake CUDA driver's memory: the calls for handles, addresses and mappings (tests/fake_gpu/vmm.py), and multicast.
 
-A handle stands for a memfd. A multicast object is one as well, with a table in it of who is in the team and where each has
-bound its memory; so all processes that import it see the same.
+A multicast object is a memfd too, with a table in it of who is in the team and where each has bound its memory; so all
+processes that import it see the same.
 """
 
 from __future__ import annotations
@@ -12,76 +12,28 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.cuda import fake_memory
 from tests.cuda.bindings import real
-from tests.cuda.fake_core import FakeCore, Refusal, call, require
+from tests.cuda.fake_core import FakeCore
+from tests.fake_gpu import pages
+from tests.fake_gpu.core import call, require
+from tests.fake_gpu.vmm import Memory, Vmm
 
-GARBAGE = 0xCD
 _FD = int(real.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
 _FABRIC = int(real.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC)
 
 
-@dataclass
-class Memory:
-    kind: str  # "memory" or "multicast"
-    uuid: str  # of the device where it is; "-" for multicast
-    handle_types: int
-    fd: int
-    nbytes: int
-    is_import: bool = False
-    users: int = 1  # handles and mappings
-    files: list[Path] = field(default_factory=list)  # of fabric handles
-
-    def drop(self) -> None:
-        self.users -= 1
-        if self.users == 0:
-            os.close(self.fd)
-            for file in self.files:
-                file.unlink()
-
-
-@dataclass
-class Mapping:
-    memory: Memory
-    nbytes: int
-    ordinals: set[int]  # that may access it
-
-
-class FakeVmm(FakeCore):
+class FakeVmm(FakeCore, Vmm):
     multicast: bool
     fabric: Path | None
     no_fabric: int
-    memory_bytes: int
-    granularity: int
     multicast_granularity: int
 
     def __init__(self) -> None:
         super().__init__()
-        self.handles: dict[int, Memory] = {}
-        self.reserved: dict[int, int] = {}
-        self.mapped: dict[int, Mapping] = {}
         self.bound: dict[tuple[int, str], int] = {}  # (inode of the object, uuid) -> descriptor of the memory
-
-    def memory_of(self, handle: Any, kind: str = "") -> Memory:
-        memory = self.handles.get(int(handle))
-        if memory is None or kind not in ("", memory.kind):
-            raise Refusal(1)
-        return memory
-
-    def mapping_at(self, address: int, nbytes: int) -> tuple[int, Mapping]:
-        for start, mapping in self.mapped.items():
-            if start <= address and address + nbytes <= start + mapping.nbytes:
-                return start, mapping
-        raise Refusal(1)
-
-    def _add(self, memory: Memory) -> Any:
-        number = self.new()
-        self.handles[number] = memory
-        return real.CUmemGenericAllocationHandle(number)
 
     def _step(self, memory: Memory) -> int:
         return self.granularity if memory.kind == "memory" else self.multicast_granularity
@@ -104,35 +56,25 @@ class FakeVmm(FakeCore):
     @call(breaks_capture=True)
     def cuMemCreate(self, nbytes: int, prop: Any, flags: int) -> Any:
         ordinal, handle_types = self._prop(prop)
-        require(flags == 0 and nbytes > 0 and nbytes % self.granularity == 0)
+        require(flags == 0)
         require(handle_types != _FABRIC or self.fabric is not None, self.no_fabric)
-        require(self.used() + nbytes <= self.memory_bytes, 2)
-        uuid = self.uuid(ordinal)
-        fd = fake_memory.create(f"memory {uuid} {handle_types}", nbytes, GARBAGE)
-        return self._add(Memory("memory", uuid, handle_types, fd, nbytes))
-
-    def used(self) -> int:
-        """Bytes that this process has taken of any device."""
-        all_memory = [*self.handles.values(), *(mapping.memory for mapping in self.mapped.values())]
-        own = {id(memory): memory for memory in all_memory if memory.kind == "memory" and not memory.is_import}
-        return sum(memory.nbytes for memory in own.values())
+        return real.CUmemGenericAllocationHandle(self.create(ordinal, handle_types, nbytes))
 
     @call(breaks_capture=True)
     def cuMemRelease(self, handle: Any) -> tuple[()]:
-        memory = self.memory_of(handle)
+        memory = self.memory_of(int(handle))
         # The manual does not say what becomes of a binding then.
         require(memory.fd not in self.bound.values())
         require(memory.kind != "multicast" or all(inode != _inode(memory.fd) for inode, _ in self.bound))
-        del self.handles[int(handle)]
-        memory.drop()
+        self.release(int(handle))
         return ()
 
     @call()
     def cuMemExportToShareableHandle(self, handle: Any, handle_type: Any, flags: int) -> Any:
-        memory = self.memory_of(handle)
+        memory = self.memory_of(int(handle))
         require(flags == 0 and memory.handle_types & int(handle_type))
         if int(handle_type) == _FD:
-            return fcntl.fcntl(memory.fd, fcntl.F_DUPFD_CLOEXEC, 0)
+            return self.export_file(int(handle))
         require(self.fabric is not None, self.no_fabric)
         result = real.CUmemFabricHandle()
         result.data = secrets.token_hex(32).encode()
@@ -151,51 +93,45 @@ class FakeVmm(FakeCore):
             file = self.fabric / os_handle.decode()
             require(file.exists())
             fd = os.open(file.read_text(), os.O_RDWR | os.O_CLOEXEC)
-        kind, uuid, handle_types = fake_memory.kind_of(fd).split()
-        nbytes = os.fstat(fd).st_size
-        if kind == "multicast":
-            with _table(fd) as table:
-                nbytes = table["nbytes"]
-        return self._add(Memory(kind, uuid, int(handle_types), fd, nbytes, is_import=True))
+        return real.CUmemGenericAllocationHandle(self.import_file(fd))
+
+    def size_of(self, kind: str, fd: int) -> int:
+        if kind != "multicast":
+            return super().size_of(kind, fd)
+        with _table(fd) as table:
+            nbytes: int = table["nbytes"]
+            return nbytes
 
     # ---- addresses and mappings
 
     @call(breaks_capture=True)
     def cuMemAddressReserve(self, nbytes: int, alignment: int, hint: int, flags: int) -> Any:
-        require(nbytes > 0 and nbytes % self.granularity == 0 and hint == 0 and flags == 0)
-        require(alignment & (alignment - 1) == 0)
-        address = fake_memory.reserve(nbytes, max(alignment, self.granularity))
-        self.reserved[address] = nbytes
-        return real.CUdeviceptr(address)
+        require(hint == 0 and flags == 0)
+        return real.CUdeviceptr(self.reserve(nbytes, alignment))
 
     @call(breaks_capture=True)
     def cuMemAddressFree(self, address: int, nbytes: int) -> tuple[()]:
-        require(self.reserved.get(int(address)) == nbytes)
-        require(not any(address <= start < address + nbytes for start in self.mapped))
-        del self.reserved[address]
-        fake_memory.free(address, nbytes)
+        self.free_address(int(address), nbytes)
         return ()
 
     @call(breaks_capture=True)
     def cuMemMap(self, address: int, nbytes: int, offset: int, handle: Any, flags: int) -> tuple[()]:
-        memory = self.memory_of(handle)
-        require(offset == 0 and flags == 0 and 0 < nbytes <= memory.nbytes)
-        require(address % self._step(memory) == 0 and nbytes % self._step(memory) == 0)
-        require(any(s <= address and address + nbytes <= s + size for s, size in self.reserved.items()))
-        require(not any(s < address + nbytes and address < s + m.nbytes for s, m in self.mapped.items()))
-        if memory.kind == "multicast":
+        memory = self.memory_of(int(handle))
+        require(offset == 0 and flags == 0)
+        self.map(int(address), nbytes, memory, self._step(memory))
+        return ()
+
+    def place(self, address: int, nbytes: int, memory: Memory) -> None:
+        if memory.kind == "memory":
+            super().place(address, nbytes, memory)
+        else:
             with _table(memory.fd) as table:
                 require(len(table["team"]) == table["num_devices"])  # the driver would wait
-        else:
-            fake_memory.place(address, nbytes, memory.fd, offset)
-        memory.users += 1
-        self.mapped[address] = Mapping(memory, nbytes, set())
-        return ()
 
     @call(breaks_capture=True)
     def cuMemSetAccess(self, address: int, nbytes: int, descs: list[Any], count: int) -> tuple[()]:
-        require(address in self.mapped and self.mapped[address].nbytes == nbytes and count == len(descs) > 0)
-        mapping = self.mapped[address]
+        require(count == len(descs) > 0)
+        mapping = self.mapping(int(address), nbytes)
         for desc in descs:
             require(desc.location.type == real.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
             require(desc.flags == real.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
@@ -205,16 +141,16 @@ class FakeVmm(FakeCore):
                     require(self.uuid(ordinal) in table["team"])
             else:
                 require(self.reaches(ordinal, mapping.memory.uuid), 217)
-        mapping.ordinals.update(int(desc.location.id) for desc in descs)
-        if mapping.memory.kind == "memory":  # ordinary loads and stores to a multicast address stay a fault
-            fake_memory.allow(address, nbytes)
+        ordinals = [int(desc.location.id) for desc in descs]
+        if mapping.memory.kind == "memory":
+            self.give_access(int(address), nbytes, ordinals)
+        else:  # ordinary loads and stores to a multicast address stay a fault
+            mapping.ordinals.update(ordinals)
         return ()
 
     @call(breaks_capture=True)
     def cuMemUnmap(self, address: int, nbytes: int) -> tuple[()]:
-        require(address in self.mapped and self.mapped[address].nbytes == nbytes)
-        fake_memory.take_away(address, nbytes)
-        self.mapped.pop(address).memory.drop()
+        self.unmap(int(address), nbytes)
         return ()
 
     # ---- multicast
@@ -231,14 +167,15 @@ class FakeVmm(FakeCore):
         require(self.multicast, 801)
         require(prop.numDevices > 1 and prop.size > 0 and prop.size % self.multicast_granularity == 0)
         require(prop.handleTypes != _FABRIC or self.fabric is not None, self.no_fabric)
-        fd = fake_memory.create(f"multicast - {prop.handleTypes}", 0, 0)
+        fd = pages.create(f"multicast - {prop.handleTypes}", 0, 0)
         table = {"num_devices": prop.numDevices, "nbytes": prop.size, "team": [], "bound": {}}
         os.pwrite(fd, json.dumps(table).encode(), 0)
-        return self._add(Memory("multicast", "-", int(prop.handleTypes), fd, prop.size))
+        memory = Memory("multicast", "-", int(prop.handleTypes), fd, prop.size)
+        return real.CUmemGenericAllocationHandle(self.add_handle(memory))
 
     @call(breaks_capture=True)
     def cuMulticastAddDevice(self, handle: Any, device: Any) -> tuple[()]:
-        with _table(self.memory_of(handle, "multicast").fd) as table:
+        with _table(self.memory_of(int(handle), "multicast").fd) as table:
             uuid = self.uuid(self.ordinal(device))
             require(uuid not in table["team"] and len(table["team"]) < table["num_devices"])
             table["team"].append(uuid)
@@ -246,7 +183,7 @@ class FakeVmm(FakeCore):
 
     @call(breaks_capture=True)
     def cuMulticastBindMem(self, handle: Any, at: int, memory: Any, offset: int, nbytes: int, flags: int) -> tuple[()]:
-        team, bound = self.memory_of(handle, "multicast"), self.memory_of(memory, "memory")
+        team, bound = self.memory_of(int(handle), "multicast"), self.memory_of(int(memory), "memory")
         require(at == 0 and offset == 0 and flags == 0 and 0 < nbytes <= min(team.nbytes, bound.nbytes))
         require(nbytes % self.multicast_granularity == 0)
         require(bound.handle_types != 0 or (team.handle_types == 0 and not team.is_import))
@@ -259,7 +196,7 @@ class FakeVmm(FakeCore):
 
     @call(breaks_capture=True)
     def cuMulticastUnbind(self, handle: Any, device: Any, at: int, nbytes: int) -> tuple[()]:
-        team, uuid = self.memory_of(handle, "multicast"), self.uuid(self.ordinal(device))
+        team, uuid = self.memory_of(int(handle), "multicast"), self.uuid(self.ordinal(device))
         require((_inode(team.fd), uuid) in self.bound and at == 0 and nbytes == team.nbytes)
         with _table(team.fd) as table:
             del table["bound"][uuid]

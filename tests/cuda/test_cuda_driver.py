@@ -16,7 +16,7 @@ from dcpkernels.heap.cuda_driver import FABRIC, FD, Driver
 from dcpkernels.heap.cuda_errors import call_error
 from tests.cuda.bindings import real
 from tests.cuda.fake_driver import FakeDriver
-from tests.cuda.heap_calls import outcome
+from tests.fake_gpu.heap_calls import outcome
 
 FUNCTIONS = set(re.findall(r'"(cu[A-Z]\w+)"', Path(cuda_driver.__file__).read_text())) | {"cuMemGetInfo"}
 

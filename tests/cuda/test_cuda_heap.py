@@ -10,13 +10,13 @@ import pytest
 from dcpkernels.errors import DcpError, DcpInvalidArgument
 from dcpkernels.heap.group import as_group
 from dcpkernels.testing import run_ranks
-from tests.cuda import fake_memory
 from tests.cuda.fake_driver import FakeDriver
-from tests.cuda.heap_calls import (
+from tests.cuda.heap_calls import make
+from tests.fake_gpu import pages
+from tests.fake_gpu.heap_calls import (
     CONTROL_NBYTES,
     NBYTES,
     held,
-    make,
     meet,
     on_hosts,
     outcome,
@@ -60,7 +60,7 @@ def _see_each_other(group, fake):
     table = (ctypes.c_uint64 * num_ranks).from_address(heap.bases_table)
     assert list(table) == heap.bases and heap.bases_table >= heap.bases[rank] + NBYTES
     meet(group)
-    assert fake_memory.files() == len({id(memory) for memory in fake.handles.values()})  # none that was handed over
+    assert pages.files() == len({id(memory) for memory in fake.handles.values()})  # none that was handed over
     # Loads and stores by the CPU say nothing of the device's; and multicast is for the own device.
     assert all(rank in fake.mapping_at(base, NBYTES)[1].ordinals for base in heap.bases)
     assert fake.mapping_at(heap.multicast, NBYTES)[1].ordinals == {rank}

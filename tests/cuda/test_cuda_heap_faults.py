@@ -11,7 +11,8 @@ from dcpkernels.heap import cuda_driver
 from dcpkernels.heap.group import as_group
 from dcpkernels.testing import run_ranks
 from tests.cuda.fake_driver import FakeDriver
-from tests.cuda.heap_calls import NBYTES, held, make, meet, on_hosts, outcome, read, same_everywhere, write
+from tests.cuda.heap_calls import make
+from tests.fake_gpu.heap_calls import NBYTES, held, meet, on_hosts, outcome, read, same_everywhere, write
 
 # Every function of the driver that the layer names: a new one is in the sweeps below, or fails them.
 FUNCTIONS = set(re.findall(r'"(cu[A-Z]\w+)"', Path(cuda_driver.__file__).read_text()))

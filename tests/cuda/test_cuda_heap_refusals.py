@@ -12,7 +12,8 @@ from dcpkernels.heap import sockets
 from dcpkernels.heap.mesh import Mesh
 from dcpkernels.testing import run_ranks
 from tests.cuda.fake_driver import FakeDriver
-from tests.cuda.heap_calls import NBYTES, held, make, meet, on_hosts, outcome, read, same_everywhere, write
+from tests.cuda.heap_calls import make
+from tests.fake_gpu.heap_calls import NBYTES, held, meet, on_hosts, outcome, read, same_everywhere, write
 
 
 @dataclass

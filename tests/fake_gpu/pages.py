@@ -1,4 +1,4 @@
-"""Pages under the fake driver: memfds, and ranges of addresses with them, in the hands of mmap and mprotect."""
+"""Pages under a fake driver: memfds, and ranges of addresses with them, in the hands of mmap and mprotect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 def create(kind: str, nbytes: int, fill: int) -> int:
     """A memfd that says by its name what it is, full of `fill`."""
-    fd = os.memfd_create(f"fake-cuda-{kind}", os.MFD_CLOEXEC)
+    fd = os.memfd_create(f"fake-gpu-{kind}", os.MFD_CLOEXEC)
     os.pwrite(fd, bytes([fill]) * nbytes, 0)
     return fd
 
@@ -27,13 +27,13 @@ def create(kind: str, nbytes: int, fill: int) -> int:
 def kind_of(fd: int) -> str:
     """What `create` was told, "" for any other file."""
     name = os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")
-    return name.partition("/memfd:fake-cuda-")[2]
+    return name.partition("/memfd:fake-gpu-")[2]
 
 
 def mappings() -> int:
     """How many mappings of such files this process has."""
     with open("/proc/self/maps") as lines:
-        return sum("memfd:fake-cuda-" in line for line in lines)
+        return sum("memfd:fake-gpu-" in line for line in lines)
 
 
 def files() -> int:
@@ -41,7 +41,7 @@ def files() -> int:
     count = 0
     for fd in os.listdir("/proc/self/fd"):
         try:
-            count += "memfd:fake-cuda-" in os.readlink(f"/proc/self/fd/{fd}")
+            count += "memfd:fake-gpu-" in os.readlink(f"/proc/self/fd/{fd}")
         except FileNotFoundError:  # another thread's, or the one of listdir
             pass
     return count
