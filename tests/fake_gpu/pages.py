@@ -62,6 +62,16 @@ def place(address: int, nbytes: int, fd: int, offset: int) -> None:
     _map(address, nbytes, _PROT_NONE, _SHARED | _FIXED, fd, offset)
 
 
+def whole(nbytes: int) -> int:
+    """In pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def shared(nbytes: int, fd: int) -> int:
+    """The file's pages at a free place, to be read and written."""
+    return _map(None, nbytes, _PROT_READ_WRITE, _SHARED, fd)
+
+
 def allow(address: int, nbytes: int) -> None:
     assert _libc.mprotect(address, nbytes, _PROT_READ_WRITE) == 0
 
@@ -77,7 +87,7 @@ def free(address: int, nbytes: int) -> None:
 
 def host(nbytes: int, fill: int) -> tuple[int, int]:
     """Pages of the process itself, full of `fill`: address and size."""
-    size = -(-nbytes // PAGE) * PAGE
+    size = whole(nbytes)
     address = _map(None, size, _PROT_READ_WRITE, _PRIVATE | _ANONYMOUS, -1)
     ctypes.memset(address, fill, size)
     return address, size
