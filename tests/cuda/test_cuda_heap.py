@@ -7,12 +7,11 @@ import os
 
 import pytest
 
-from dcpkernels.errors import DcpError, DcpInvalidArgument
 from dcpkernels.heap.group import as_group
 from dcpkernels.testing import run_ranks
 from tests.cuda.fake_driver import FakeDriver
 from tests.cuda.heap_calls import make
-from tests.fake_gpu import pages
+from tests.fake_gpu import heap_cases, pages
 from tests.fake_gpu.heap_calls import (
     CONTROL_NBYTES,
     NBYTES,
@@ -24,18 +23,13 @@ from tests.fake_gpu.heap_calls import (
     same_everywhere,
     write,
 )
+from tests.fake_gpu.heap_cases import run_over
 
 BOTH = pytest.mark.parametrize("mode", ["thread", "process"])
 
 
-def run(fn, num_ranks, *args, mode="process", **options):
-    """`fn(group, fake, *args)` on ranks; thread ranks have one driver, as they are one process."""
-    fake = FakeDriver(**options) if mode == "thread" else None
-    return run_ranks(_with_driver, num_ranks, fn, fake, options, *args, mode=mode)
-
-
-def _with_driver(group, fn, fake, options, *args):
-    return fn(group, fake or FakeDriver(**options), *args)
+def run(fn, num_ranks, *args, **options):
+    return run_over(FakeDriver, fn, num_ranks, *args, **options)
 
 
 # ---- what the ranks see
@@ -158,63 +152,19 @@ def test_a_rank_alone(mode):
 # ---- lifetimes
 
 
-def _own_memory(group, fake):
-    before = held(fake)
-    heap = make(group, fake)
-    memory = heap.own_memory(4096, 100)
-    interface = memory.__cuda_array_interface__
-    address = heap.bases[heap.rank] + 4096
-    assert interface["data"] == (address, False) and interface["shape"] == (100,) and interface["typestr"] == "|u1"
-    meet(group)
-    heap.close(timeout_s=10)
-    meet(group)
-    write(address, b"still there")
-    assert read(address, 11) == b"still there" and outcome(lambda: heap.own_memory(0, 1))[0] is DcpError
-    meet(group)
-    del memory
-    meet(group)
-    assert held(fake) == before
-
-
 @BOTH
 def test_own_memory_outlives_the_heap(mode):
-    run(_own_memory, 3, mode=mode)
-
-
-def _close_in_turn(group, fake):
-    heap = make(group, fake)
-    bases, rank = heap.bases[:], heap.rank
-    for turn in range(heap.num_ranks):
-        if rank == turn:
-            heap.close(timeout_s=0)
-        meet(group)
-        if rank > turn:  # what a peer has closed stays mapped for those who have not
-            for peer, base in enumerate(bases):
-                write(base + 10 + rank, bytes([peer]))
-                assert read(base + 10 + rank, 1) == bytes([peer])
-            assert heap.read(10 + rank, 1) == bytes([rank]) and heap.lost_peers() == ()
-        meet(group)
-    return fake.live()
+    run(heap_cases.own_memory, 3, make, mode=mode)
 
 
 @BOTH
 def test_a_rank_that_closes_first_takes_nothing_away(mode):
-    assert set(run(_close_in_turn, 3, mode=mode)[-1].values()) == {0}
-
-
-def _dropped(group, fake):
-    before = held(fake)
-    heap = make(group, fake)
-    meet(group)
-    del heap
-    gc.collect()
-    meet(group)
-    assert held(fake) == before
+    assert set(run(heap_cases.close_in_turn, 3, make, mode=mode)[-1].values()) == {0}
 
 
 @BOTH
 def test_a_heap_that_is_dropped_releases_everything(mode):
-    run(_dropped, 3, mode=mode)
+    run(heap_cases.dropped, 3, make, mode=mode)
 
 
 def _many(group, fake):
@@ -231,26 +181,8 @@ def test_heap_after_heap_leaves_nothing():
     run(_many, 2)
 
 
-def _forked(group, fake):
-    heap = make(group, fake)
-    write(heap.bases[heap.rank], b"mine")
-    meet(group)
-    if heap.rank == 0:
-        if (child := os.fork()) == 0:
-            num_calls = len(fake.calls)
-            refused = outcome(lambda: heap.read(0, 4))
-            heap.close(timeout_s=5)
-            os._exit(0 if len(fake.calls) == num_calls and "fork" in refused[1] else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    meet(group)
-    assert heap.read(0, 4) == b"mine" and heap.lost_peers() == ()
-    meet(group)
-    heap.close(timeout_s=10)
-    return fake.live()
-
-
 def test_a_forked_child_makes_no_call_of_the_driver():
-    assert set(run(_forked, 2)[0].values()) == {0}
+    assert set(run(heap_cases.forked, 2, make)[0].values()) == {0}
 
 
 def _contexts(group, fake):
@@ -385,18 +317,8 @@ def test_several_hosts_share_memory_by_fabric_handles(tmp_path):
 # ---- arguments of the heap's own
 
 
-def _ranges(group, fake):
-    heap = make(group, fake)
-    for offset, nbytes in ((-1, 2), (0, NBYTES + 1), (NBYTES, 1), (5, -1)):
-        for op in (heap.read, heap.own_memory):
-            cls, text, _ = outcome(lambda: op(offset, nbytes))  # noqa: B023
-            assert cls is DcpInvalidArgument and f"got {nbytes} bytes at {offset}" in text
-    heap.close(timeout_s=1)
-    assert "closed" in outcome(lambda: heap.read(0, 1))[1]
-
-
 def test_what_is_outside_the_region_is_refused():
-    run(_ranges, 1)
+    run(heap_cases.ranges, 1, make)
 
 
 def test_kernels_end_before_memory_goes():

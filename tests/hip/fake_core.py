@@ -43,9 +43,9 @@ class FakeCore(Core):
 
     def __getattr__(self, name: str) -> Any:
         value = None if name.startswith("_") else getattr(real, name)
-        if not isinstance(value, (int, type)):
-            raise AttributeError(name)  # a function that is not faked must not reach the real runtime
-        return value
+        if isinstance(value, (int, type)):
+            return value
+        raise AttributeError(name)  # a function that is not faked must not reach the real runtime
 
     def failed(self, number: int, results: int) -> tuple[Any, ...]:
         self._thread.last_error = number
