@@ -34,7 +34,6 @@ class FakeCore(Core):
     version: int
     no_uuids: bool
     has_vmm: bool
-    fd_by_address: bool
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,19 +80,16 @@ class FakeCore(Core):
             number, self._thread.last_error = self.last_error(), 0
             return (self.code(number),)
 
-    # ---- devices
+    @call("nothing")
+    def hipThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        """As dcpkernels.heap.hip_library has it: hip-python's own takes no mode."""
+        before, self._thread.mode = self.capture_mode(), _MODES(mode)
+        return before
 
-    @call(results=0)
-    def hipInit(self, flags: int) -> tuple[()]:
-        require(flags == 0)
-        return ()
+    # ---- devices
 
     @call("nothing")
     def hipRuntimeGetVersion(self) -> int:
-        return self.version
-
-    @call("nothing")
-    def hipDriverGetVersion(self) -> int:
         return self.version
 
     @call("nothing")

@@ -42,11 +42,10 @@ class FakeHip(FakeVmm):
         memory_bytes: int = 1 << 40,
         unified: bool = True,
         has_vmm: bool = True,
-        fd_by_address: bool = False,
         no_export: int = 0,
         no_open: int = 0,
         granularity: int = 64 << 10,
-        ipc_granularity: int = 4096,
+        ipc_granularity: int = 2 << 20,
     ) -> None:
         """The runtime of one process. `devices`: the machine's numbers of those that this process sees, in its order; what
         has the same number in two processes is the same device. `cut`: pairs of such numbers, one way, without peer
@@ -55,12 +54,7 @@ class FakeHip(FakeVmm):
         super().__init__()
         self.devices = list(range(num_devices) if devices is None else devices)
         self.name, self.cut, self.no_uuids, self.version = name, set(cut), no_uuids, version
-        self.memory_bytes, self.unified, self.has_vmm, self.fd_by_address = (
-            memory_bytes,
-            unified,
-            has_vmm,
-            fd_by_address,
-        )
+        self.memory_bytes, self.unified, self.has_vmm = memory_bytes, unified, has_vmm
         self.no_export, self.no_open = no_export, no_open
         self.granularity, self.ipc_granularity = granularity, ipc_granularity
         self._device_of: dict[int, int] = {}  # of a stream
@@ -117,17 +111,17 @@ class FakeHip(FakeVmm):
         return ()
 
     @call(results=0)
-    def hipMemcpyAsync(self, target: Any, source: Any, nbytes: int, kind: Any, stream: Any) -> tuple[()]:
-        if not isinstance(kind, real.hipMemcpyKind):
-            raise TypeError("argument 'kind' must be of type '_hipMemcpyKind__Base'")  # as hip-python does
+    def hipMemcpyHtoDAsync(self, target: Any, source: Any, nbytes: int, stream: Any) -> tuple[()]:
         to, from_ = address_of(target), address_of(source)
-        kinds = real.hipMemcpyKind
-        require(kind in (kinds.hipMemcpyHostToDevice, kinds.hipMemcpyDeviceToHost), 21)
-        on_device = to if kind == kinds.hipMemcpyHostToDevice else from_
-        return self._on_device(stream, on_device, nbytes, lambda: ctypes.memmove(to, from_, nbytes))
+        return self._on_device(stream, to, nbytes, lambda: ctypes.memmove(to, from_, nbytes))
 
     @call(results=0)
-    def hipMemsetAsync(self, target: Any, value: int, nbytes: int, stream: Any) -> tuple[()]:
+    def hipMemcpyDtoHAsync(self, target: Any, source: Any, nbytes: int, stream: Any) -> tuple[()]:
+        to, from_ = address_of(target), address_of(source)
+        return self._on_device(stream, from_, nbytes, lambda: ctypes.memmove(to, from_, nbytes))
+
+    @call(results=0)
+    def hipMemsetD8Async(self, target: Any, value: int, nbytes: int, stream: Any) -> tuple[()]:
         to = address_of(target)
         return self._on_device(stream, to, nbytes, lambda: ctypes.memset(to, value, nbytes))
 

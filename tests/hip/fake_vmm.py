@@ -12,6 +12,7 @@ from tests.hip.fake_core import address_of
 from tests.hip.fake_ipc import FakeIpc
 
 _FD = int(real.hipMemAllocationHandleType.hipMemHandleTypePosixFileDescriptor)
+_MAX_FD = 1 << 16
 _UNCACHED = 1 << 16  # among the handle types, which the file carries
 
 
@@ -69,14 +70,14 @@ class FakeVmm(FakeIpc):
 
     @call("vmm", breaks_capture=True)
     def hipMemImportFromShareableHandle(self, os_handle: Any, handle_type: Any) -> Any:
-        """`os_handle`: the number itself, or its address: which of both the runtimes differ in (`fd_by_address`)."""
+        """`os_handle`: the number itself, from 7.1 on; before, where it is."""
         _require_type(handle_type)
         require(int(handle_type) == _FD)
         number = address_of(os_handle)
-        if self.fd_by_address:
-            require(number > 1 << 16)  # a real one would crash
+        if self.version < 7_01_00000:
+            require(number > _MAX_FD)  # a real one would crash
             number = ctypes.c_int.from_address(number).value
-        require(number < 1 << 16)
+        require(0 < number < _MAX_FD)
         fd = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 0)
         return real.ihipMemGenericAllocationHandle.fromObj(self.import_file(fd))
 

@@ -11,10 +11,9 @@ from tests.hip.bindings import real, types
 from tests.hip.fake_hip import FakeHip
 from tests.hip.fake_ipc import FREED, UNCACHED
 
-SIZE = 128 << 10
+SIZE = 2 << 20
 FD = real.hipMemAllocationHandleType.hipMemHandleTypePosixFileDescriptor
 MINIMUM = real.hipMemAllocationGranularity_flags.hipMemAllocationGranularityMinimum
-TO_DEVICE = real.hipMemcpyKind.hipMemcpyHostToDevice
 
 
 def done(result):
@@ -58,12 +57,12 @@ def _rules(fake):
     yield 17, lambda: fake.hipFree(int(memory) + 4096)
     stream = done(fake.hipStreamCreateWithFlags(1))
     yield 1, lambda: fake.hipStreamCreateWithFlags(0)
-    yield 400, lambda: fake.hipMemsetAsync(memory, 0, SIZE, 5)
-    yield 700, lambda: fake.hipMemsetAsync(memory, 0, SIZE + 1, stream)
-    yield 21, lambda: fake.hipMemcpyAsync(memory, memory, 8, real.hipMemcpyKind.hipMemcpyDefault, stream)
+    yield 400, lambda: fake.hipMemsetD8Async(memory, 0, SIZE, 5)
+    yield 700, lambda: fake.hipMemsetD8Async(memory, 0, SIZE + 1, stream)
+    yield 700, lambda: fake.hipMemcpyDtoHAsync(memory, 4096, 8, stream)
     done(fake.hipSetDevice(2))
     far = done(fake.hipStreamCreateWithFlags(1))
-    yield 700, lambda: fake.hipMemsetAsync(memory, 0, SIZE, far)  # of a device without access
+    yield 700, lambda: fake.hipMemsetD8Async(memory, 0, SIZE, far)  # of a device without access
     done(fake.hipSetDevice(0))
     done(fake.hipStreamDestroy(far))
     yield 400, lambda: fake.hipStreamDestroy(far)
@@ -89,7 +88,7 @@ def _rules(fake):
     yield 1, lambda: fake.hipMemAddressFree(address, 64 << 10)
     done(fake.hipMemMap(address, SIZE, 0, handle, 0))
     yield 1, lambda: fake.hipMemMap(address, SIZE, 0, handle, 0)  # again
-    yield 700, lambda: fake.hipMemsetAsync(address, 0, 1, stream)  # no access yet
+    yield 700, lambda: fake.hipMemsetD8Async(address, 0, 1, stream)  # no access yet
     yield 101, lambda: fake.hipMemSetAccess(address, SIZE, access(9), 1)
     yield 1, lambda: fake.hipMemAddressFree(address, SIZE)  # still mapped
     yield 1, lambda: fake.hipIpcGetMemHandle(address)  # aiter#4174: as with expandable segments
@@ -134,8 +133,8 @@ def test_work_is_done_when_it_is_waited_for():
     fake = FakeHip()
     memory, stream = done(fake.hipExtMallocWithFlags(SIZE, 1)), done(fake.hipStreamCreateWithFlags(1))
     source = ctypes.create_string_buffer(b"abc", 3)
-    done(fake.hipMemsetAsync(memory, 7, SIZE, stream))
-    done(fake.hipMemcpyAsync(memory, ctypes.addressof(source), 3, TO_DEVICE, stream))
+    done(fake.hipMemsetD8Async(memory, 7, SIZE, stream))
+    done(fake.hipMemcpyHtoDAsync(memory, ctypes.addressof(source), 3, stream))
     assert read(int(memory), 4) == b"\xcd" * 4
     done(fake.hipStreamSynchronize(stream))
     assert read(int(memory), 4) == b"abc\7"

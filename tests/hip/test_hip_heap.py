@@ -1,0 +1,242 @@
+"""The HIP heap over a fake runtime: what every rank sees, by IPC handles and by descriptors, and what is left afterwards."""
+
+import ctypes
+import gc
+
+import pytest
+
+from dcpkernels.heap.group import as_group
+from dcpkernels.testing import run_ranks
+from tests.fake_gpu import heap_cases, pages
+from tests.fake_gpu.heap_calls import CONTROL_NBYTES, NBYTES, held, meet, outcome, read, write
+from tests.fake_gpu.heap_cases import run_over
+from tests.hip.fake_hip import FakeHip
+from tests.hip.fake_ipc import UNCACHED
+from tests.hip.heap_calls import make
+
+BOTH = pytest.mark.parametrize("mode", ["thread", "process"])
+# How memory goes from process to process: where IPC handles do not work, by descriptors.
+WAYS = {"ipc": {}, "fd": {"no_export": 1}}
+ANY_WAY = pytest.mark.parametrize("way", WAYS)
+
+
+def run(fn, num_ranks, *args, **options):
+    return run_over(FakeHip, fn, num_ranks, *args, **options)
+
+
+# ---- what the ranks see
+
+
+def _see_each_other(group, fake, way):
+    rank, num_ranks = as_group(group).rank, as_group(group).num_ranks
+    start = [bytes([17 * r + 1]) * CONTROL_NBYTES for r in range(num_ranks)]
+
+    def init(address):
+        assert address % 4096 == 0 and read(address, CONTROL_NBYTES) == bytes(CONTROL_NBYTES)
+        write(address, start[rank])
+
+    before = held(fake)
+    heap = make(group, fake, init=init)
+    assert (heap.rank, heap.num_ranks, heap.nbytes, heap.device) == (rank, num_ranks, NBYTES, rank)
+    assert heap.device_name.startswith(f"Fake MI300X {rank}") and heap.control_nbytes == CONTROL_NBYTES
+    assert len(set(heap.bases)) == num_ranks and all(base % 4096 == 0 for base in heap.bases)
+    # What init wrote, and zeros behind it, from everywhere.
+    for peer, base in enumerate(heap.bases):
+        assert read(base, NBYTES) == start[peer] + bytes(NBYTES - CONTROL_NBYTES)
+    table = (ctypes.c_uint64 * num_ranks).from_address(heap.bases_table)
+    assert list(table) == heap.bases and heap.bases_table >= heap.bases[rank] + NBYTES
+    meet(group)
+    # Loads and stores by the CPU say nothing of the device's.
+    assert all(fake.can_touch(rank, base, NBYTES) for base in heap.bases)
+    if way == "ipc":
+        assert {allocation.flags for allocation in fake.allocations.values()} == {UNCACHED}
+        assert len(fake.opened) == num_ranks - 1 and not fake.handles
+    elif way == "fd":
+        assert not fake.allocations and len(fake.mapped) == num_ranks
+        assert pages.files() == len({id(memory) for memory in fake.handles.values()})  # none that was handed over
+    assert read(heap.host_control, CONTROL_NBYTES) == bytes(CONTROL_NBYTES)
+    meet(group)
+    for base in heap.bases:
+        write(base + CONTROL_NBYTES + 8 * rank, bytes([100 + rank]) * 8)
+        write(base + NBYTES - 1 - rank, bytes([200 + rank]))
+    meet(group)
+    assert heap.read(CONTROL_NBYTES, 8 * num_ranks) == b"".join(bytes([100 + r]) * 8 for r in range(num_ranks))
+    assert heap.read(NBYTES - num_ranks, num_ranks) == bytes(200 + r for r in reversed(range(num_ranks)))
+    assert all(heap.read(NBYTES - 1 - rank, 1, peer) == bytes([200 + rank]) for peer in range(num_ranks))
+    assert heap.read(0, 0) == b"" and heap.multicast == 0 and heap.multicast_reason.startswith("no")
+    result = heap.bases[:], heap.socket_fds[:]
+    meet(group)
+    heap.close(timeout_s=10)
+    assert (heap.bases, heap.bases_table, heap.host_control) == ([], 0, 0)
+    assert heap.socket_fds == [-1] * num_ranks and heap.lost_peers() == ()
+    heap.close(timeout_s=10)  # again
+    meet(group)
+    assert held(fake) == before and fake.broken == [] and fake.last_error() == 0
+    return result
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@ANY_WAY
+def test_all_processes_see_all_bytes(way, num_ranks):
+    for rank, (_, fds) in enumerate(run(_see_each_other, num_ranks, way, **WAYS[way])):
+        assert [peer for peer, fd in enumerate(fds) if fd == -1] == [rank]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_all_threads_see_all_bytes(num_ranks):
+    results = run(_see_each_other, num_ranks, "thread", mode="thread")
+    for bases, fds in results:
+        assert bases == results[0][0]  # one mapping: equal pointers, not only equal bytes
+        assert fds == [-1] * num_ranks
+
+
+def _sizes(group, fake, sizes):
+    num_ranks = as_group(group).num_ranks
+    for nbytes in sizes:
+        heap = make(group, fake, nbytes, control_nbytes=1, init=lambda address: write(address, b"i"))
+        assert heap.read(0, nbytes) == b"i" + bytes(nbytes - 1)
+        meet(group)
+        write(heap.bases[1 - heap.rank] + nbytes - 1, b"m")
+        meet(group)
+        assert heap.read(nbytes - 1, 1) == b"m"
+        assert heap.bases_table % 256 == 0 and heap.bases_table >= heap.bases[heap.rank] + nbytes
+        assert list((ctypes.c_uint64 * num_ranks).from_address(heap.bases_table)) == heap.bases
+        meet(group)
+        heap.close(timeout_s=10)
+    assert fake.broken == []
+
+
+@ANY_WAY
+def test_any_size(way):
+    edge = (64 << 10) - 16  # the table of two ranks ends with the granule
+    run(_sizes, 2, [1, 255, 256, edge - 256, edge - 255, edge, 64 << 10, (64 << 10) + 1, 1 << 20], **WAYS[way])
+
+
+def _alone(group, fake):
+    heap = make(group, fake)
+    write(heap.bases[0] + 5, b"abc")
+    assert heap.read(4, 5) == b"\0abc\0" and heap.socket_fds == [-1] and len(heap.bases) == 1
+    heap.close(timeout_s=1)
+    return fake.live()
+
+
+@BOTH
+def test_a_rank_alone(mode):
+    assert set(run(_alone, 1, mode=mode)[0].values()) == {0}
+
+
+# ---- lifetimes
+
+
+@BOTH
+def test_own_memory_outlives_the_heap(mode):
+    run(heap_cases.own_memory, 3, make, mode=mode)
+
+
+def test_own_memory_outlives_the_heap_by_descriptors():
+    run(heap_cases.own_memory, 3, make, **WAYS["fd"])
+
+
+def test_what_is_outside_the_region_is_refused():
+    run(heap_cases.ranges, 1, make)
+
+
+def test_a_forked_child_makes_no_call_of_the_runtime():
+    assert set(run(heap_cases.forked, 2, make)[0].values()) == {0}
+
+
+def _many(group, fake):
+    before = held(fake)
+    for turn in range(10):
+        heaps = [make(group, fake) for _ in range(2)]
+        for heap in heaps if turn % 3 else reversed(heaps):
+            heap.close(timeout_s=10)
+    meet(group)
+    assert held(fake) == before
+
+
+@ANY_WAY
+def test_heap_after_heap_leaves_nothing(way):
+    run(_many, 2, **WAYS[way])
+
+
+def _current_device(group, fake):
+    """The thread's current device is the caller's business, and so is its last error."""
+    fake.hipSetDevice(5)
+    seen = []
+    heap = make(group, fake, check_links=lambda heap: seen.append(fake.current()))
+    heap.read(0, 10)
+    heap.close(timeout_s=10)
+    assert seen == [as_group(group).rank] and fake.current() == 5 and fake.last_error() == 0
+
+    def fail(heap):
+        raise ValueError("no")
+
+    outcome(lambda: make(group, fake, check_links=fail))
+    assert fake.current() == 5 and fake.last_error() == 0  # also after an error
+    del heap
+    gc.collect()
+    assert fake.current() == 5
+
+
+@BOTH
+@ANY_WAY
+def test_the_callers_device_stays_current(mode, way):
+    run(_current_device, 2, mode=mode, **WAYS[way])
+
+
+# ---- ranks on one device, devices in another order
+
+
+def _on_one_device(group, fake):
+    heap = make(group, fake, device=3)
+    meet(group)
+    for base in heap.bases:
+        write(base + CONTROL_NBYTES + heap.rank, bytes([heap.rank + 1]))
+    meet(group)
+    assert heap.read(CONTROL_NBYTES, 3) == b"\1\2\3"
+    meet(group)
+    heap.close(timeout_s=10)
+    assert fake.broken == []
+
+
+@BOTH
+def test_ranks_may_share_a_device(mode):
+    run(_on_one_device, 3, mode=mode)
+
+
+def _other_order(group, orders, options):
+    rank = group.rank()
+    fake = FakeHip(devices=orders[rank], cut=[(7, 6), (6, 7)], **options)
+    heap = make(group, fake, device=0)
+    assert all(fake.can_touch(0, base, NBYTES) for base in heap.bases)
+    meet(group)
+    for base in heap.bases:
+        write(base + 2000 + rank, bytes([rank + 1]))
+    meet(group)
+    assert heap.read(2000, 3) == b"\1\2\3"
+    name = heap.device_name
+    meet(group)
+    heap.close(timeout_s=10)
+    return name
+
+
+@pytest.mark.parametrize("options", [{}, {"no_uuids": True}, WAYS["fd"]], ids=["uuids", "no uuids", "fd"])
+def test_every_process_may_number_the_devices_its_own_way(options):
+    # As by HIP_VISIBLE_DEVICES. Rank 2 sees nobody else's device.
+    names = run_ranks(_other_order, 3, [[5, 0, 3], [3, 5], [1]], options, mode="process")
+    assert [name[:13] for name in names] == ["Fake MI300X 5", "Fake MI300X 3", "Fake MI300X 1"]
+
+
+def test_kernels_end_before_memory_goes():
+    calls = run_ranks(_calls_of_a_drop, 1, mode="process")[0]
+    assert calls.index("hipDeviceSynchronize") < calls.index("hipFree")
+
+
+def _calls_of_a_drop(group):
+    fake = FakeHip()
+    heap = make(group, fake)
+    start = len(fake.calls)
+    del heap
+    gc.collect()
+    return fake.calls[start:]
