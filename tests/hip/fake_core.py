@@ -39,6 +39,7 @@ class FakeCore(Core):
         super().__init__()
         self.peer_access: set[tuple[int, int]] = set()  # ordinals: from, to
         self.broken: list[str] = []  # rules that no call reports, but that were broken
+        self.busy: set[int] = set()  # ordinals of devices that a kernel runs on, until somebody waits for them
 
     def __getattr__(self, name: str) -> Any:
         value = None if name.startswith("_") else getattr(real, name)

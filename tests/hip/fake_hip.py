@@ -3,9 +3,9 @@
 Device memory is a memfd, mapped where it is asked for: an address is real memory that a test reads and writes, and another
 process that opens or imports the handle maps the same pages. The rules are kept strictly, and a broken one is an error as
 in the manual (the comments of hip_runtime_api.h); what the manual leaves open is refused. What is wrong, but no call
-reports, is in `broken`: memory that was freed while others had it open, memory for others that is cached. Work on a stream
-is done when the stream is synchronised, and not before. New memory holds garbage. Arguments are taken, and results come, as
-with hip-python: its enums and structs are the real ones.
+reports, is in `broken`: memory that was freed while others had it open or unmapped under a kernel (`busy`), memory for
+others that is cached. Work on a stream is done when the stream is synchronised, and not before. New memory holds garbage.
+Arguments are taken, and results come, as with hip-python: its enums and structs are the real ones.
 
     fake = FakeHip(num_devices=4)
     fake.fail("hipMemMap", 2)    # the second call from now on
@@ -45,7 +45,7 @@ class FakeHip(FakeVmm):
         no_export: int = 0,
         no_open: int = 0,
         granularity: int = 64 << 10,
-        ipc_granularity: int = 2 << 20,
+        ipc_granularity: int = 64 << 10,
     ) -> None:
         """The runtime of one process. `devices`: the machine's numbers of those that this process sees, in its order; what
         has the same number in two processes is the same device. `cut`: pairs of such numbers, one way, without peer
@@ -98,9 +98,7 @@ class FakeHip(FakeVmm):
         return ()
 
     def wait_device(self, ordinal: int) -> None:
-        for stream in self._streams:
-            if self._device_of[stream] == ordinal:
-                self.wait_stream(stream)
+        self.busy.discard(ordinal)  # copies are their streams' business
 
     def _on_device(self, stream: Any, address: int, nbytes: int, work: Callable[[], Any]) -> tuple[()]:
         number = _stream(stream)

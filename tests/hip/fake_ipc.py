@@ -128,6 +128,7 @@ class FakeIpc(FakeCore, Vmm):
         address = address_of(pointer)
         require(address in self.opened, 400)
         opened = self.opened.pop(address)
+        self.taken_from({opened.ordinal})
         pages.free(address, pages.whole(opened.nbytes))
         os.close(opened.fd)
         return ()
@@ -146,6 +147,11 @@ class FakeIpc(FakeCore, Vmm):
             return ordinal in self.mapping_at(address, nbytes)[1].ordinals
         except Refusal:
             return False
+
+    def taken_from(self, ordinals: set[int]) -> None:
+        """What kernels of these devices could touch is unmapped."""
+        if ordinals & self.busy:
+            self.broken.append("unmapped under a kernel")
 
     def wait_device(self, ordinal: int) -> None:
         """Until all streams of it are empty."""

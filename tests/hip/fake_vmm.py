@@ -113,6 +113,7 @@ class FakeVmm(FakeIpc):
 
     @call("vmm", breaks_capture=True, results=0)
     def hipMemUnmap(self, pointer: Any, nbytes: int) -> tuple[()]:
+        self.taken_from(self.mapping(address_of(pointer), nbytes).ordinals)
         self.unmap(address_of(pointer), nbytes)
         return ()
 

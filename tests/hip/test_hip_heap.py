@@ -12,7 +12,7 @@ from tests.fake_gpu.heap_calls import CONTROL_NBYTES, NBYTES, held, meet, outcom
 from tests.fake_gpu.heap_cases import run_over
 from tests.hip.fake_hip import FakeHip
 from tests.hip.fake_ipc import UNCACHED
-from tests.hip.heap_calls import make
+from tests.hip.heap_calls import GRANULE, make
 
 BOTH = pytest.mark.parametrize("mode", ["thread", "process"])
 # How memory goes from process to process: where IPC handles do not work, by descriptors.
@@ -110,6 +110,19 @@ def _sizes(group, fake, sizes):
 def test_any_size(way):
     edge = (64 << 10) - 16  # the table of two ranks ends with the granule
     run(_sizes, 2, [1, 255, 256, edge - 256, edge - 255, edge, 64 << 10, (64 << 10) + 1, 1 << 20], **WAYS[way])
+
+
+def _whole_granules(group, fake):
+    heap = make(group, fake, granule=GRANULE)
+    sizes = {opened.nbytes for opened in fake.opened.values()}
+    meet(group)
+    heap.close(timeout_s=10)
+    assert fake.broken == []
+    return sizes
+
+
+def test_what_is_handed_over_is_whole_granules():
+    assert run(_whole_granules, 2, ipc_granularity=2 << 20) == [{2 << 20}] * 2
 
 
 def _alone(group, fake):
