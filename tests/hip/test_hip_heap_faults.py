@@ -103,7 +103,6 @@ def _sweep(group, victims, machines, options, which):
     fake = FakeHip(**machines.get(rank, {}))
 
     def try_it():
-        fake.hipSetDevice(7)  # the caller's: not the heap's
         before, start = held(fake), len(fake.calls)
         fake.busy.add(rank)
         result = attempt(lambda: make(group, fake, **options))
@@ -112,8 +111,11 @@ def _sweep(group, victims, machines, options, which):
         assert after[-1] == before[-1] and (left.keys() - {"broken"} or after[1:] == before[1:]), (calls, result)
         assert fake.last_error() == 0, (calls, result)
         meet(group)
-        return result, calls, left, fake.heal()
+        happened = fake.heal()
+        fake.hipSetDevice(7)
+        return result, calls, left, happened
 
+    fake.hipSetDevice(7)  # the caller's: not the heap's
     clean, calls, left, _ = try_it()
     assert left == {} and clean[0] == "up"
     calls = as_group(group).all_gather_object(calls)
@@ -155,7 +157,7 @@ def check(handles, victim, name, result):
     else:
         cls, text, ranks = result
         assert name not in HANDLES | set(LEFT) and cls is DcpDeviceError and ranks == (victim,), (name, result)
-        region = r"(the region of rank \d \(.+?, driver 7.1.25424\): )?"
+        region = r"(the region of rank \d \(.+?, driver HIP 7.1.25424\): )?"
         assert re.match(rf"workspace: [a-z ]+ failed on rank {victim}: {region}{name} ", text), text
     assert f"{name} " in text and "(got hipErrorUnknown, error 999" in text and "device " in text
 
