@@ -1,54 +1,24 @@
 """The three ops over the memory of a CUDA heap, in real processes and as thread ranks: device.py between Workspace and the
 driver is real, driver and kernels are not a GPU's (fake_device.py)."""
 
-import ctypes
 import dataclasses
-import random
 
 import pytest
 import torch
 
-from dcpkernels import (
-    DcpDeviceError,
-    DcpInvalidArgument,
-    DcpTimeout,
-    Workspace,
-    WorkspaceConfig,
-    a2a_lse_reduce,
-    kv_gather,
-    kv_gather_start,
-    kv_gather_wait,
-    query_gather,
-    reference,
-)
+from dcpkernels import DcpDeviceError, DcpInvalidArgument, DcpTimeout, Workspace
 from dcpkernels.testing import run_ranks
-from tests.a2a_calls import attempt, check_with_peers, make_call, same_bits
-from tests.cuda.fake_device import FakeCudaDevice, fake_machine, on_fake_gpus
+from tests.a2a_calls import check_with_peers, make_call
+from tests.cuda.fake_device import gpus, on_fake_gpus
 from tests.cuda.fake_symm_mem import FakeSymmMem
-from tests.gather_calls import Context
+from tests.fake_gpu import op_cases
 
-CONFIG = WorkspaceConfig(
-    24, 64, 16, torch.bfloat16, query_head_dim=48, kv_chunk_rows=32, kv_dim=48, timeout_s=2.0, first_call_timeout_s=20.0
-)
 NUM_RANKS = (2, 4, 8)
-
-
-def run_all_ops(group, fields):
-    fake = fake_machine(8)
-    config = dataclasses.replace(CONFIG, **fields)
-    with on_fake_gpus(fake, group.rank() if hasattr(group, "size") else group.rank) as made:
-        with Workspace(group, config=config, backend="direct") as workspace:
-            workspace.self_check()
-            for num_tokens in (1, 0, 16, 5, 200):  # 200: in rounds
-                check_with_peers(group, workspace, make_call(workspace.num_ranks, num_tokens, 24, 64, torch.bfloat16))
-            stats = workspace.stats()
-            workspace.check()
-    return stats["num_calls"], len(made[0].streams), fake.live()
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_all_ops_in_processes(num_ranks):
-    for num_calls, num_launches, live in run_ranks(run_all_ops, num_ranks, {}, mode="process"):
+    for num_calls, num_launches, live in run_ranks(op_cases.run_all_ops, num_ranks, gpus, {}, mode="process"):
         # self_check: a merge, a query and its release, a chunk.
         assert (num_calls, num_launches) == (4 + 5, 4 + 5)
         assert set(live.values()) == {0}, live
@@ -56,58 +26,19 @@ def test_all_ops_in_processes(num_ranks):
 
 @pytest.mark.parametrize("fields", [{"wire": "packet"}, {"num_channels": 3}, {"num_lanes": 2}], ids=str)
 def test_ways(fields):
-    for _, _, live in run_ranks(run_all_ops, 2, fields, mode="process"):
+    for _, _, live in run_ranks(op_cases.run_all_ops, 2, gpus, fields, mode="process"):
         assert set(live.values()) == {0}, live
 
 
-def gather_chunks(group, by_halves, scaled):
-    """Chunks at once, in halves, and by some ranks so and by others so."""
-    rank = group.rank()
-    with on_fake_gpus(fake_machine(8), rank), Workspace(
-        group, config=dataclasses.replace(CONFIG, num_channels=1 if scaled else 3, kv_dim=32), backend="direct"
-    ) as workspace:
-        dtype = torch.float8_e4m3fn if scaled else torch.bfloat16
-        context = Context((70, 0, 41), workspace.num_ranks, 32, dtype)
-        plan, cache = context.plan(rank, 32), context.caches[rank]
-        scale = 0.5 if scaled else None
-        for i in [*range(plan.num_chunks)] * 4:
-            if by_halves(rank, i):
-                kv_gather_start(cache, plan, i, workspace=workspace)
-                chunk = kv_gather_wait(plan, i, workspace=workspace, scale=scale)
-            else:
-                chunk = kv_gather(cache, plan, i, workspace=workspace, scale=scale)
-            expected = context.chunk(32, i)
-            if scaled:  # a NaN has several codes
-                chunk, expected = chunk.nan_to_num(3e4), (expected.float() * scale).to(torch.bfloat16).nan_to_num(3e4)
-            assert same_bits(chunk, expected), i
-        kv_gather_start(cache, plan, 0, workspace=workspace)
-        raised = attempt(kv_gather, cache, plan, 1, workspace=workspace)  # one is to be waited for
-        kv_gather_wait(plan, 0, workspace=workspace, scale=scale)
-        workspace.check()
-    return type(raised.error)
-
-
-def never(rank, i):
-    return False
-
-
-def by_chunk(rank, i):
-    return i % 2 == 0
-
-
-def by_rank(rank, i):
-    return (rank + i) % 2 == 0
-
-
 @pytest.mark.parametrize("scaled", [False, True], ids=["bytes", "dequantised"])
-@pytest.mark.parametrize("by_halves", [never, by_chunk, by_rank])
+@pytest.mark.parametrize("by_halves", [op_cases.never, op_cases.by_chunk, op_cases.by_rank])
 def test_chunks_at_once_and_in_halves(by_halves, scaled):
-    assert run_ranks(gather_chunks, 3, by_halves, scaled, mode="process") == 3 * [DcpInvalidArgument]
+    assert run_ranks(op_cases.gather_chunks, 3, gpus, by_halves, scaled, mode="process") == 3 * [DcpInvalidArgument]
 
 
 def run_all_ops_on_torch_memory(group):
     symm_mem = FakeSymmMem()
-    config = dataclasses.replace(CONFIG, cuda_heap="torch", multicast=False)
+    config = dataclasses.replace(op_cases.CONFIG, cuda_heap="torch", multicast=False)
     with on_fake_gpus(symm_mem, 0), Workspace(group, config=config, backend="direct") as workspace:
         workspace.self_check()
         for num_tokens in (1, 0, 16, 200):
@@ -124,111 +55,23 @@ def test_all_ops_on_memory_of_torch():
 # -- captured calls
 
 
-def replay(group, num_calls):
-    """Calls of several T are recorded, as a graph records a launch with its arguments; then graphs of them are replayed in
-    any order, between calls that were not. What is right then depends on nothing that the host does at a call."""
-    rank, shuffled = group.rank(), random.Random(7)
-    config = dataclasses.replace(CONFIG, query_dtype=torch.float32)
-    with on_fake_gpus(fake_machine(8), rank) as made, Workspace(group, config=config, backend="direct") as workspace:
-        (device,), num_ranks = made, workspace.num_ranks
-        calls = {t: make_call(num_ranks, t, 24, 64, torch.bfloat16, seed=t) for t in (1, 4, 16, 40)}
-        inputs = {t: (call.outs[rank].clone(), call.lses[rank].clone()) for t, call in calls.items()}
-        outputs = {t: torch.empty(t, 24 // num_ranks, 64, dtype=torch.bfloat16) for t in calls}
-        queries = {t: torch.zeros(t, 24 // num_ranks, 48, dtype=torch.float32) for t in (1, 4, 16)}
-        graphs, views = {}, {}
-        for t in calls:
-            device.graph = graphs[t] = []
-            if t in queries:
-                views[t] = query_gather(queries[t], workspace=workspace)
-            a2a_lse_reduce(*inputs[t], workspace=workspace, lse_base="e", out=outputs[t])
-        device.graph = None
-        for i in range(num_calls):
-            t = shuffled.choice(list(calls))
-            fresh = make_call(num_ranks, t, 24, 64, torch.bfloat16, seed=1000 + i)
-            inputs[t][0].copy_(fresh.outs[rank])
-            inputs[t][1].copy_(fresh.lses[rank])
-            if t in queries:
-                queries[t].fill_(1000 * i + rank)
-            if shuffled.random() < 0.7:
-                for k, (call, args) in enumerate(graphs[t]):
-                    assert call(*args) == 0
-                    if k + 1 < len(graphs[t]):  # the query, before the merge that ends its use
-                        expected = torch.arange(num_ranks).repeat_interleave(24 // num_ranks).float() + 1000 * i
-                        assert torch.equal(views[t], expected[None, :, None].expand(t, 24, 48))
-                check_rank(fresh, rank, outputs[t])
-            else:
-                check_with_peers(group, workspace, fresh)
-        return workspace.stats()["num_calls"] >= num_calls
-
-
-def check_rank(call, rank, out):
-    """This rank's heads of the truth; the bound is checked elsewhere."""
-    exact, _ = reference.a2a_lse_reduce(call.outs, call.lses, lse_base=call.lse_base)
-    heads = slice(rank * out.shape[1], (rank + 1) * out.shape[1])
-    torch.testing.assert_close(out.double(), exact[:, heads], rtol=2**-7, atol=1e-3)
-
-
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_graphs_of_several_sizes_in_any_order(num_ranks):
-    assert all(run_ranks(replay, num_ranks, 100, mode="process"))
+    assert all(run_ranks(op_cases.replay, num_ranks, gpus, 100, mode="process"))
 
 
 # -- faults
 
 
-def leave_one_out(group, absent, num_channels):
-    """What each rank raises: those in a call, and the absent one when it looks."""
-    config = dataclasses.replace(CONFIG, num_channels=num_channels, timeout_s=0.5, first_call_timeout_s=20.0)
-    rank = group.rank()
-    with on_fake_gpus(fake_machine(8), rank), Workspace(group, config=config, backend="direct") as workspace:
-        call = make_call(workspace.num_ranks, 7, 24, 64, torch.bfloat16)
-        check_with_peers(group, workspace, call)
-        if rank == absent:
-            group.barrier().wait()
-            raised = attempt(workspace.check)
-        else:
-            out = torch.zeros(7, 24 // workspace.num_ranks, 64, dtype=torch.bfloat16)
-            raised = attempt(merge_into, workspace, call, rank, out)
-            assert out.isnan().all()
-            group.barrier().wait()
-        again = attempt(merge_into, workspace, call, rank, None)
-    # The reporter's own words, also where it is another rank.
-    assert "num_tokens=7" in str(raised.error) and "after 0." in str(raised.error), raised.error
-    return type(raised.error), raised.error.ranks, type(again.error), again.error.ranks
-
-
-def merge_into(workspace, call, rank, out):
-    return a2a_lse_reduce(call.outs[rank], call.lses[rank], workspace=workspace, lse_base=call.lse_base, out=out)
-
-
 @pytest.mark.parametrize(("num_ranks", "absent", "num_channels"), [(2, 0, 1), (4, 3, 3)])
 def test_a_rank_that_does_not_come(num_ranks, absent, num_channels):
     """The cause is in the host's memory on every rank, also of one that only looks."""
-    for found in run_ranks(leave_one_out, num_ranks, absent, num_channels, mode="process"):
+    for found in run_ranks(op_cases.leave_one_out, num_ranks, gpus, absent, num_channels, mode="process"):
         assert found == (DcpTimeout, (absent,), DcpTimeout, (absent,))
 
 
-def cut_a_link(group):
-    """Rank 1 sees another memory in the place of rank 0's."""
-    rank = group.rank()
-    with on_fake_gpus(fake_machine(8), rank) as made:
-        original = FakeCudaDevice._check_links
-
-        def check_links(self, heap, *args):
-            if rank == 1:
-                heap.bases[0] = heap.bases[2]
-                ctypes.memmove(heap.bases_table, ctypes.addressof(ctypes.c_uint64(heap.bases[2])), 8)
-            original(self, heap, *args)
-
-        FakeCudaDevice._check_links = check_links
-        raised = attempt(Workspace, group, config=dataclasses.replace(CONFIG, first_call_timeout_s=4.0), backend="direct")
-        FakeCudaDevice._check_links = original
-        assert set(made[0].driver_api.live().values()) == {0}
-    return type(raised.error), str(raised.error)
-
-
 def test_a_link_that_leads_elsewhere():
-    found = run_ranks(cut_a_link, 3, mode="process")
+    found = run_ranks(op_cases.cut_a_link, 3, gpus, mode="process")
     assert len(set(found)) == 1, found
     kind, text = found[0]
     assert kind is DcpDeviceError and "rank 1 -> rank 0" in text, text

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import time
 
 import pytest
 
@@ -253,3 +254,25 @@ def _calls_of_a_drop(group):
     del heap
     gc.collect()
     return fake.calls[start:]
+
+
+def _leaves_first(group, fake, timeout_s):
+    """Rank 0 leaves while rank 1 goes on for a while."""
+    heap = make(group, fake)
+    base = heap.bases[0]
+    meet(group)
+    start = time.monotonic()
+    if heap.rank == 1:
+        for i in range(100):
+            write(base + 100, bytes([i]) * 8)
+            time.sleep(0.003)
+            assert read(base + 100, 8) == bytes([i]) * 8
+    heap.close(timeout_s=timeout_s)
+    seconds = time.monotonic() - start
+    meet(group)
+    return seconds, fake.live()
+
+
+def test_x():
+    for t in (10, 0.1, 0):
+        print(run(_leaves_first, 2, t))
