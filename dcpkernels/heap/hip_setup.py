@@ -33,6 +33,10 @@ class HipHeld(Held):
         if self.peers and driver is not None and driver.quietly(driver.wait_idle):
             self.release_peers()
 
+    def release(self) -> None:
+        self.before_goodbye()  # for peers take the end of the sockets for one, or for a death
+        super().release()
+
     def give_up(self, cause: DcpPeerLost) -> None:
         super().give_up(cause)
         if self.mesh is not None and self.own is not None:
