@@ -256,23 +256,45 @@ def _calls_of_a_drop(group):
     return fake.calls[start:]
 
 
-def _leaves_first(group, fake, timeout_s):
-    """Rank 0 leaves while rank 1 goes on for a while."""
+def _leaves_first(group, fake):
+    """Rank 0 leaves while the others go on for a while."""
     heap = make(group, fake)
-    base = heap.bases[0]
+    base = heap.bases[0] + 100 + 8 * heap.rank
     meet(group)
     start = time.monotonic()
-    if heap.rank == 1:
-        for i in range(100):
-            write(base + 100, bytes([i]) * 8)
-            time.sleep(0.003)
-            assert read(base + 100, 8) == bytes([i]) * 8
-    heap.close(timeout_s=timeout_s)
+    if heap.rank > 0:
+        for idx in range(100):
+            write(base, bytes([idx]) * 8)
+            time.sleep(0.002)
+            assert read(base, 8) == bytes([idx]) * 8
+    heap.close(timeout_s=20)
     seconds = time.monotonic() - start
     meet(group)
-    return seconds, fake.live()
+    assert set(fake.live().values()) == {0}
+    return seconds
 
 
-def test_x():
-    for t in (10, 0.1, 0):
-        print(run(_leaves_first, 2, t))
+def test_nobody_frees_what_another_rank_has_open():
+    assert all(0.2 < seconds < 10 for seconds in run(_leaves_first, 3))
+
+
+def test_by_descriptors_a_rank_that_closes_first_takes_nothing_away():
+    assert set(run(heap_cases.close_in_turn, 3, make, **WAYS["fd"])[-1].values()) == {0}
+
+
+def _dropped_slowly(group, fake):
+    """Rank 1 drops its heap, and takes its time over what it has open of rank 0's."""
+    heap = make(group, fake)
+    meet(group)
+    if heap.rank == 1:
+        fake.act("hipIpcCloseMemHandle", 1, lambda: time.sleep(0.3))
+        del heap
+        gc.collect()
+    else:
+        heap.close(timeout_s=20)
+    meet(group)
+    return fake.live()
+
+
+def test_a_heap_that_is_dropped_lets_go_of_peers_before_they_hear_of_it():
+    assert all(set(live.values()) == {0} for live in run(_dropped_slowly, 2))
