@@ -18,17 +18,26 @@ from tests.hip.heap_calls import GRANULE, make
 BOTH = pytest.mark.parametrize("mode", ["thread", "process"])
 # How memory goes from process to process: where IPC handles do not work, by descriptors.
 WAYS = {"ipc": {}, "fd": {"no_export": 1}}
-ANY_WAY = pytest.mark.parametrize("way", WAYS)
 
 
 def run(fn, num_ranks, *args, **options):
     return run_over(FakeHip, fn, num_ranks, *args, **options)
 
 
+def run_both_ways(fn, num_ranks, *args):
+    """`fn(group, fake, *args)` in processes, in the same ones for both ways: what each rank returns, by way."""
+    return run_ranks(_both_ways, num_ranks, fn, *args, mode="process")
+
+
+def _both_ways(group, fn, *args):
+    return {way: fn(group, FakeHip(**options), *args) for way, options in WAYS.items()}
+
+
 # ---- what the ranks see
 
 
-def _see_each_other(group, fake, way):
+def _see_each_other(group, fake):
+    way = "thread" if not hasattr(group, "size") else "fd" if fake.no_export else "ipc"
     rank, num_ranks = as_group(group).rank, as_group(group).num_ranks
     start = [bytes([17 * r + 1]) * CONTROL_NBYTES for r in range(num_ranks)]
 
@@ -77,15 +86,15 @@ def _see_each_other(group, fake, way):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-@ANY_WAY
-def test_all_processes_see_all_bytes(way, num_ranks):
-    for rank, (_, fds) in enumerate(run(_see_each_other, num_ranks, way, **WAYS[way])):
-        assert [peer for peer, fd in enumerate(fds) if fd == -1] == [rank]
+def test_all_processes_see_all_bytes(num_ranks):
+    for rank, results in enumerate(run_both_ways(_see_each_other, num_ranks)):
+        for _, fds in results.values():
+            assert [peer for peer, fd in enumerate(fds) if fd == -1] == [rank]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_all_threads_see_all_bytes(num_ranks):
-    results = run(_see_each_other, num_ranks, "thread", mode="thread")
+    results = run(_see_each_other, num_ranks, mode="thread")
     for bases, fds in results:
         assert bases == results[0][0]  # one mapping: equal pointers, not only equal bytes
         assert fds == [-1] * num_ranks
@@ -107,10 +116,9 @@ def _sizes(group, fake, sizes):
     assert fake.broken == []
 
 
-@ANY_WAY
-def test_any_size(way):
+def test_any_size():
     edge = (64 << 10) - 16  # the table of two ranks ends with the granule
-    run(_sizes, 2, [1, 255, 256, edge - 256, edge - 255, edge, 64 << 10, (64 << 10) + 1, 1 << 20], **WAYS[way])
+    run_both_ways(_sizes, 2, [1, 255, 256, edge - 256, edge - 255, edge, 64 << 10, (64 << 10) + 1, 1 << 20])
 
 
 def _whole_granules(group, fake):
@@ -142,13 +150,9 @@ def test_a_rank_alone(mode):
 # ---- lifetimes
 
 
-@BOTH
-def test_own_memory_outlives_the_heap(mode):
-    run(heap_cases.own_memory, 3, make, mode=mode)
-
-
-def test_own_memory_outlives_the_heap_by_descriptors():
-    run(heap_cases.own_memory, 3, make, **WAYS["fd"])
+def test_own_memory_outlives_the_heap():
+    run_both_ways(heap_cases.own_memory, 3, make)
+    run(heap_cases.own_memory, 3, make, mode="thread")
 
 
 def test_what_is_outside_the_region_is_refused():
@@ -169,9 +173,8 @@ def _many(group, fake):
     assert held(fake) == before
 
 
-@ANY_WAY
-def test_heap_after_heap_leaves_nothing(way):
-    run(_many, 2, **WAYS[way])
+def test_heap_after_heap_leaves_nothing():
+    run_both_ways(_many, 2)
 
 
 def _current_device(group, fake):
@@ -193,10 +196,9 @@ def _current_device(group, fake):
     assert fake.current() == 5
 
 
-@BOTH
-@ANY_WAY
-def test_the_callers_device_stays_current(mode, way):
-    run(_current_device, 2, mode=mode, **WAYS[way])
+def test_the_callers_device_stays_current():
+    run_both_ways(_current_device, 2)
+    run(_current_device, 2, mode="thread")
 
 
 # ---- ranks on one device, devices in another order
@@ -219,7 +221,11 @@ def test_ranks_may_share_a_device(mode):
     run(_on_one_device, 3, mode=mode)
 
 
-def _other_order(group, orders, options):
+def _other_order(group, orders, cases):
+    return [_in_order(group, orders, options) for options in cases]
+
+
+def _in_order(group, orders, options):
     rank = group.rank()
     fake = FakeHip(devices=orders[rank], cut=[(7, 6), (6, 7)], **options)
     heap = make(group, fake, device=0)
@@ -235,11 +241,11 @@ def _other_order(group, orders, options):
     return name
 
 
-@pytest.mark.parametrize("options", [{}, {"no_uuids": True}, WAYS["fd"]], ids=["uuids", "no uuids", "fd"])
-def test_every_process_may_number_the_devices_its_own_way(options):
+def test_every_process_may_number_the_devices_its_own_way():
     # As by HIP_VISIBLE_DEVICES. Rank 2 sees nobody else's device.
-    names = run_ranks(_other_order, 3, [[5, 0, 3], [3, 5], [1]], options, mode="process")
-    assert [name[:13] for name in names] == ["Fake MI300X 5", "Fake MI300X 3", "Fake MI300X 1"]
+    cases = [{}, {"no_uuids": True}, WAYS["fd"]]
+    names = run_ranks(_other_order, 3, [[5, 0, 3], [3, 5], [1]], cases, mode="process")
+    assert [[name[:13] for name in some] for some in names] == [[f"Fake MI300X {idx}"] * 3 for idx in (5, 3, 1)]
 
 
 def test_kernels_end_before_memory_goes():

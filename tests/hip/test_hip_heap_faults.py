@@ -88,12 +88,15 @@ IN_THREADS -= {"hipDeviceGetAttribute", "hipMemGetAllocationGranularity"}  # as 
 
 
 def _nths(name, count, which):
-    """Which calls of a function are to fail: "all", "most" (of those around all others only the ends), "ends", "last"."""
+    """Which calls of a function are to fail: "all", "most" (of those around all others only the ends), "ends", "last" (of
+    those for memory)."""
     if name == "hipGetLastError":  # whose result is no failure of its own
         return ()
     if which == "all" or (which == "most" and name not in AROUND):
         return range(1, count + 1)
-    return (count,) if which == "last" else sorted({1, count})
+    if which == "last":
+        return (count,) if name in BY_IPC else ()
+    return sorted({1, count})
 
 
 def _sweep(group, victims, machines, options, which):
@@ -162,11 +165,13 @@ def check(handles, victim, name, result):
     assert f"{name} " in text and "(got hipErrorUnknown, error 999" in text and "device " in text
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "victims", "which"), [(2, [1], "all"), (3, [0, 2], "most"), (4, [0], "most"), (8, [5], "last")]
-)
+@pytest.mark.parametrize(("num_ranks", "victims", "which"), [(2, [1], "all"), (3, [0, 2], "most"), (4, [0], "ends")])
 def test_any_call_that_fails_on_one_rank_is_the_same_on_all(num_ranks, victims, which):
     assert sweep(num_ranks, victims, which=which) == ("ipc", IN_PROCESSES - BY_DESCRIPTORS)
+
+
+def test_calls_for_memory_that_fail_on_one_rank_of_many_are_the_same_on_all():
+    assert sweep(8, [5], which="last") == ("ipc", BY_IPC)
 
 
 def test_any_call_that_fails_on_the_way_by_descriptors_is_the_same_on_all():
