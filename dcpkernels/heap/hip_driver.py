@@ -104,6 +104,7 @@ class Driver(GpuDriver):
             self._api.hipGetLastError()
 
     def _too_new(self, call: str, error: Exception) -> str:
+        self._clear_error()
         return f"{call} must succeed on {self} (got {error}): the HIP runtime is newer than hip-python, update that"
 
     # ---- the device
