@@ -201,6 +201,27 @@ def test_the_callers_device_stays_current():
     run(_current_device, 2, mode="thread")
 
 
+def _during_a_capture(group, fake):
+    """Another thread of the process captures a graph, in the mode in which anybody's call for memory breaks it."""
+    heap = make(group, fake)
+    memory = heap.own_memory(0, 10)
+    fake.capture = "going on"
+    other = make(group, fake)
+    other.read(0, 10)
+    other.close(timeout_s=10)
+    heap.close(timeout_s=10)
+    del memory
+    gc.collect()
+    assert fake.capture == "going on" and set(fake.live().values()) == {0}
+    assert fake.capture_mode() == fake.hipStreamCaptureMode.hipStreamCaptureModeGlobal  # as it was
+    return int(fake.hipDeviceSynchronize()[0]), fake.capture
+
+
+def test_no_call_breaks_the_capture_of_a_graph():
+    for results in run_both_ways(_during_a_capture, 2):
+        assert set(results.values()) == {(900, "broken")}  # the fake runtime does see one that would
+
+
 # ---- ranks on one device, devices in another order
 
 

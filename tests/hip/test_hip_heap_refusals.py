@@ -320,6 +320,7 @@ def _late(group):
 
 def test_a_late_rank_is_named_and_raises_too():
     for results, broken in run_ranks(_late, 2, mode="process"):
+        assert broken == []
         for (cls, text, ranks), step in zip(results, LATE.values(), strict=True):
             assert cls is DcpTimeout and ranks == (1,) and text.startswith(f"workspace: {step}: no answer from rank 1")
 
