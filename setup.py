@@ -52,9 +52,10 @@ CUDA_FLAGS = ("-x", "cu", "-std=c++20", "-O3", "--fmad=false", "--threads=2",
 CUDA_ARCHS, CUDA_PTX = ("90a", "100a", "103a", "120"), "90"
 # No header and no library of ROCm. What starts kernels with <<<>>> is left out: csrc/arch/hip_runtime.cpp does that.
 HIP_FLAGS = ("-x", "hip", "-nogpuinc", "-nogpulib", "--no-offload-new-driver", "-fno-hip-new-launch-api",
+             "-mcode-object-version=5",  # ROCm 6.2 loads no later one
              "-std=c++20", "-O3", "-ffp-contract=off", "-Wall", "-Wextra")  # fmt: skip
-HIP_ARCHS = {"gfx942": 17, "gfx950": 20}  # and the first LLVM that knows each
-NEWEST_CLANG = 29  # whose name is looked for
+HIP_ARCHS = ("gfx942", "gfx950")
+OLDEST_CLANG, NEWEST_CLANG = 17, 29  # whose names are looked for
 
 
 class Missing(Exception):
@@ -64,7 +65,7 @@ class Missing(Exception):
 @dataclass(frozen=True)
 class Compiler:
     command: tuple[str, ...]
-    version: str  # the first line of --version; part of what decides whether an object is still good
+    version: str  # of --version; part of what decides whether an object is still good
     linker: tuple[str, ...] = ()  # of device code, where that is a program of its own
 
     @property
@@ -132,33 +133,38 @@ def find_hipcc() -> Compiler:
     asked = os.environ.get("DCPKERNELS_HIPCC")
     homes = [home for home in (os.environ.get("ROCM_PATH"), "/opt/rocm") if home]
     names = ["hipcc", *(f"{home}/bin/hipcc" for home in homes), "clang++"]
-    names += [f"clang++-{version}" for version in range(NEWEST_CLANG, min(HIP_ARCHS.values()) - 1, -1)]
-    candidates = [asked] if asked else names
-    found = [[path] for path in map(shutil.which, candidates) if path]
-    if asked and not found:
+    names += [f"clang++-{version}" for version in range(NEWEST_CLANG, OLDEST_CLANG - 1, -1)]
+    candidates = [[path] for path in map(shutil.which, [asked] if asked else names) if path]
+    if asked and not candidates:
         raise Missing(f"DCPKERNELS_HIPCC={asked} is not a program on this machine")
-    if not asked and any(Path(folder, "ziglang").is_dir() for folder in sys.path):
-        found.append([sys.executable, "-m", "ziglang", "clang"])
-    needed = max(HIP_ARCHS.get(arch, 20) for arch in hip_archs())
+    wheel = next((folder for folder in sys.path if Path(folder, "ziglang").is_dir()), None)
+    if wheel and not asked:
+        candidates.append([sys.executable, "-m", "ziglang", "clang", "-isystem", f"{wheel}/ziglang/lib/include"])
     faults = []
-    for command in found:
+    for command in candidates:
+        name = "ziglang" if "ziglang" in command else Path(command[0]).name
         shown = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
-        version = re.search(r".*clang version (\d+).*", shown)
-        if version is None or int(version[1]) < needed:
-            faults.append(f"{Path(command[0]).name} is {version[0].strip() if version else 'no clang'}")
-        elif "ziglang" in command:
-            include = next(
-                path for path in (Path(folder, "ziglang/lib/include") for folder in sys.path) if path.is_dir()
-            )
-            return Compiler((*command, "-isystem", str(include)), version[0], (*command[:-1], "ld.lld"))
+        version, folder = re.search(r".*clang version .*", shown), re.search(r"InstalledDir: (.*)", shown)
+        if version is None or (folder is None and name != "ziglang"):
+            faults.append(f"{name} is no clang")
+            continue
+        linker = (sys.executable, "-m", "ziglang", "ld.lld")
+        if name != "ziglang":
+            command, linker = [f"{folder[1]}/clang++"], (f"{folder[1]}/ld.lld",)
+        if not all(map(shutil.which, (command[0], linker[0]))):
+            faults.append(f"{name} has no clang++ or no ld.lld in {folder[1]}")
+        elif unknown := [arch for arch in hip_archs() if not compiles_for(command, arch)]:
+            faults.append(f"{name} ({version[0].strip()}) does not know {' and '.join(unknown)}")
         else:
-            folder = Path(re.search(r"InstalledDir: (.*)", shown)[1])
-            if (folder / "ld.lld").exists():
-                return Compiler((str(folder / "clang++"),), version[0], (str(folder / "ld.lld"),))
-            faults.append(f"{Path(command[0]).name} has no ld.lld beside it")
-    got = f" ({'; '.join(faults)})" if faults else ""
-    raise Missing(f"no clang++ and ld.lld of LLVM {needed} or later for {' and '.join(hip_archs())}{got} "
-                  "(install ROCm, or clang and lld, or the wheel ziglang, or set DCPKERNELS_HIPCC)")  # fmt: skip
+            shown = subprocess.run([*linker, "--version"], capture_output=True, text=True, check=False).stdout
+            return Compiler(tuple(command), f"{version[0]}; {shown.strip()}", linker)
+    raise Missing(f"no clang++ with ld.lld for {' and '.join(hip_archs())} ({'; '.join(faults) or 'none in PATH'}; "
+                  "install ROCm, or clang and lld 20, or the wheel ziglang, or set DCPKERNELS_HIPCC)")  # fmt: skip
+
+
+def compiles_for(command: list[str], arch: str) -> bool:
+    asked = [*command, *HIP_FLAGS, "--cuda-device-only", f"--offload-arch={arch}", "-fsyntax-only", os.devnull]
+    return subprocess.run(asked, capture_output=True, check=False).returncode == 0
 
 
 @dataclass(frozen=True)

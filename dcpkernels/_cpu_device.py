@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
@@ -95,6 +96,10 @@ class CpuDevice:
         """Of `rows`, which makes no copies here."""
 
     # -- calls
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing has to be done for this thread to use it."""
+        return contextlib.nullcontext()
 
     def calls(
         self, run: Callable[..., int], run_in_threads: Callable[..., int], stream_idx: int

@@ -64,16 +64,17 @@ class DirectBackend:
         self.closed = False
         error = None
         try:
-            self._endpoint = module.Endpoint(
-                rank=group.rank,
-                reserved=self._reserved(),
-                socket_fds=self._heap.socket_fds,
-                control=control,
-                timeout_ns=math.ceil(timeout_s * 1e9),
-                first_timeout_ns=math.ceil(first_call_timeout_s * 1e9),
-                isa=isa,
-                **device.endpoint_fields(),
-            )
+            with device.current():  # an endpoint looks whether its device runs the kernels
+                self._endpoint = module.Endpoint(
+                    rank=group.rank,
+                    reserved=self._reserved(),
+                    socket_fds=self._heap.socket_fds,
+                    control=control,
+                    timeout_ns=math.ceil(timeout_s * 1e9),
+                    first_timeout_ns=math.ceil(first_call_timeout_s * 1e9),
+                    isa=isa,
+                    **device.endpoint_fields(),
+                )
             self._geometries = [self._geometry(lane) for lane in range(config.num_lanes)]
             self._buffers = [[self._buffer(lane, index) for index in (0, 1)] for lane in range(config.num_lanes)]
             self.gathers = DirectGathers(module, self._endpoint, config, layout, device)

@@ -71,10 +71,12 @@ class GpuDevice:
 
     def _load_kernels(self) -> None:
         wire, dtype = self._config.wire_code, _check.DTYPE_CODES[self._config.dtype]
-        with self._current():
+        with self.current():
             is_loaded = self._module.load_kernels(wire=wire, dtype=dtype, device=self.index)
         if not is_loaded:
-            raise DcpDeviceError(f"device cuda:{self.index} must load the kernels (it did not)")
+            raise DcpDeviceError(
+                f"device cuda:{self.index} must load the kernels (it did not: {self._module.launch_fault()})"
+            )
 
     def _check_links(self, heap: Any, group: Group, deadline: Deadline) -> None:
         offset = self._layout.parts["flags"].offset  # nobody reads flags in the host's copy of the control words
@@ -86,7 +88,7 @@ class GpuDevice:
             stream.synchronize()
             return list(words)
 
-        with self._current():
+        with self.current():
             require_links(
                 group,
                 self._module,
@@ -172,7 +174,7 @@ class GpuDevice:
     give_back_device = staticmethod(torch.cuda._maybe_exchange_device)
 
     @contextlib.contextmanager
-    def _current(self) -> Iterator[None]:
+    def current(self) -> Iterator[None]:
         """Makes the device current on this thread for a while."""
         before = self.exchange_device(self.index)
         try:

@@ -311,7 +311,8 @@ class Workspace:
             raise _closed_error(op)
         if status == module.STATUS_LAUNCH_FAILED:
             raise DcpDeviceError(
-                f"{op}: the device must take the kernel (it refused the launch on {self.device}; a kernel before may have failed: "
+                f"{op}: the device must take the kernel (it refused the launch on {self.device}: "
+                f"{module.launch_fault(self.isa)}; a kernel before may have failed: "
                 "CUDA_LAUNCH_BLOCKING=1 or AMD_SERIALIZE_KERNEL=3 shows which)"
             )
         raise DcpError(f"{op}: status must be known (got {status})")

@@ -10,8 +10,10 @@
 //             threads; Lanes<1>: each thread by itself
 //   launch    launch<Kernel>(params, launch): every channel of it runs Kernel::run(cta, params), maybe all at
 //             once, with a Kernel::Shared. On the host: device_fault(device, text, size): "", or why that
-//             device runs no kernel of this build. kIsSynchronous: whether a launch returns when its kernel
-//             has run; only there a host can look at what it did, and have the next kernel take it from there
+//             device runs no kernel of this build; launch_fault(text, size): what the last launch of this
+//             thread that failed has met with, "" where that is not known. kIsSynchronous: whether a launch
+//             returns when its kernel has run; only there a host can look at what it did, and have the next
+//             kernel take it from there
 //   order     load_acquire_sys, load_relaxed_sys, store_release_sys, store_relaxed_sys (u32, u64, i64)
 //             load_after_reads_sys: for an own word; not before earlier loads of this thread
 //             fetch_add, compare_exchange_sys

@@ -56,6 +56,7 @@ class Lanes {
 };
 
 inline void device_fault(int, char* text, size_t) { text[0] = '\0'; }
+inline void launch_fault(char* text, size_t) { text[0] = '\0'; }
 
 // Runs Kernel::run for the channels of `launch`, one after the other in this thread, each with a
 // Kernel::Shared of its own. One channel that faults makes the call a faulted one.

@@ -97,6 +97,13 @@ inline cudaError_t use_device(int device) {
   return error != cudaSuccess || current == device ? error : cudaSetDevice(device);
 }
 
+// Of this thread.
+inline thread_local cudaError_t last_launch_error = cudaSuccess;
+inline void launch_fault(char* text, size_t size) {
+  std::snprintf(text, size, "%s: %s", cudaGetErrorName(last_launch_error),
+                cudaGetErrorString(last_launch_error));
+}
+
 // Enqueues Kernel::run for the channels of `launch`, a block each, on its stream. Without channels it loads
 // the kernel: to load one later, while a kernel of this process waits for a peer, could wait for that one.
 template <class Kernel>
@@ -113,6 +120,7 @@ inline Status launch(const typename Kernel::Params& params, const Launch& launch
     error = cudaLaunchKernelEx(&config, kernel_entry<Kernel>, params, int(launch.first_channel));
   }
   if (error == cudaSuccess) return Status::kOk;
+  last_launch_error = error;
   cudaGetLastError();  // forgets it: else the caller's next call would report it as its own
   return Status::kLaunchFailed;
 }

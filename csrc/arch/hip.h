@@ -125,6 +125,8 @@ inline void device_fault(int device, char* text, size_t size) {
   hip_runtime::device_fault(device, text, size);
 }
 
+inline void launch_fault(char* text, size_t size) { hip_runtime::launch_fault(text, size); }
+
 // Enqueues Kernel::run for the channels of `launch`, a block each, on its stream. Without channels it loads
 // the kernel: to load one later, while a kernel of this process waits for a peer, could wait for that one.
 template <class Kernel>

@@ -6,6 +6,7 @@
 
 #include <dlfcn.h>
 #include <link.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
@@ -13,14 +14,12 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
-#include <vector>
 
 namespace dcp::hip_runtime {
 namespace {
 
 // Of the HIP runtime's C interface, what is called here; its types are opaque or plain numbers.
-using Error = int;                // hipError_t; 0 is hipSuccess
-constexpr Error kNoRuntime = -1;  // and this is our own
+using Error = int;  // hipError_t; 0 is hipSuccess
 
 struct Api {
   Error (*hipGetDeviceCount)(int*);
@@ -52,15 +51,25 @@ struct Kernel {
 
 struct Registry {
   std::unordered_map<const void*, Kernel>
-      kernels;         // by the host's name; complete once the module is imported
-  std::mutex loading;  // the rest, and Binary::modules
+      kernels;              // by the host's name; complete once the module is imported
+  std::atomic<int> pid{0};  // of the process that has looked for the library
+  std::mutex loading;       // the rest, and Binary::modules
   Api api;
   bool has_api = false;
 };
 Registry& registry() {
-  static Registry the_registry;  // made by the first object that registers: in no stated order
+  // Made by the first object that registers, in no stated order; and never gone, for a thread may launch
+  // while the process ends.
+  static Registry& the_registry = *new Registry;
   return the_registry;
 }
+
+// Of the last call that failed on this thread.
+struct Failure {
+  const char* call = "";
+  std::string fault;
+};
+thread_local Failure last_failure;
 
 // ---- the library
 
@@ -82,7 +91,9 @@ void* open_library(std::string& fault) {
   for (const char* name : {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"}) {
     if (void* library = dlopen(name, RTLD_NOW)) return library;
     const char* error = dlerror();
-    fault = error != nullptr ? error : name;  // the last one is what a development package has
+    const std::string text = error != nullptr ? error : name;
+    // One that is there, and lacks another library, says more than those that are not.
+    if (fault.empty() || text.compare(0, std::strlen(name), name) != 0) fault = text;
   }
   return nullptr;
 }
@@ -98,6 +109,7 @@ bool find(void* library, const char* name, Function& function, std::string& faul
 // later.
 bool load_api(Registry& all, std::string& fault) {
   if (all.has_api) return true;
+  all.pid = getpid();
   void* library = open_library(fault);
   if (library == nullptr) return false;
 #define DCP_FIND(name) find(library, #name, all.api.name, fault)
@@ -112,60 +124,85 @@ bool load_api(Registry& all, std::string& fault) {
 
 // ---- devices and kernels
 
+// Notes what a call has returned, unless that is success.
+Error noted(const Api& api, const char* call, Error error) {
+  if (error != 0) {
+    last_failure = {call, std::string(api.hipGetErrorName(error)) + ", error " + std::to_string(error) +
+                              ": " + api.hipGetErrorString(error)};
+  }
+  return error;
+}
+#define DCP_CALL(api, name, ...) noted(api, #name, (api).name(__VA_ARGS__))
+
 // Makes a device this thread's current one, if it is not. Who calls sees to what was current before.
-Error use_device(const Api& api, int device) {
+bool use_device(const Api& api, int device) {
   int current = -1;
-  const Error error = api.hipGetDevice(&current);
-  return error != 0 || current == device ? error : api.hipSetDevice(device);
+  if (DCP_CALL(api, hipGetDevice, &current) != 0) return false;
+  return current == device || DCP_CALL(api, hipSetDevice, device) == 0;
 }
 
 // With `loading` held and the device current.
-Error load_module(const Api& api, Binary& binary, int device) {
-  if (binary.modules[device] != nullptr) return 0;
-  return api.hipModuleLoadData(&binary.modules[device], binary.image);
+bool load_module(const Api& api, Binary& binary, int device) {
+  return binary.modules[device] != nullptr ||
+         DCP_CALL(api, hipModuleLoadData, &binary.modules[device], binary.image) == 0;
 }
 
 // Functions stay loaded for as long as the process lives; the device is current when this returns.
-Error load_function(Registry& all, Kernel& kernel, int device, void*& function) {
+void* load_function(Registry& all, Kernel& kernel, int device) {
   const std::lock_guard<std::mutex> lock(all.loading);
   std::string fault;
-  if (!load_api(all, fault)) return kNoRuntime;
-  Error error = use_device(all.api, device);
-  if (error == 0) error = load_module(all.api, *kernel.binary, device);
-  if (error == 0) {
-    void* module = kernel.binary->modules[device];
-    error = all.api.hipModuleGetFunction(&function, module, kernel.name.c_str());
+  if (!load_api(all, fault)) {
+    last_failure = {"dlopen", fault};
+    return nullptr;
   }
-  if (error == 0) kernel.functions[device].store(function, std::memory_order_release);
-  return error;
+  const Api& api = all.api;
+  if (!use_device(api, device) || !load_module(api, *kernel.binary, device)) return nullptr;
+  void *function = nullptr, *module = kernel.binary->modules[device];
+  if (DCP_CALL(api, hipModuleGetFunction, &function, module, kernel.name.c_str()) != 0) return nullptr;
+  kernel.functions[device].store(function, std::memory_order_release);
+  return function;
+}
+
+bool enqueue(Registry& all, Kernel& kernel, const Launch& launch, int num_threads, const void* params) {
+  void* function = kernel.functions[launch.device].load(std::memory_order_acquire);
+  if (function != nullptr ? !use_device(all.api, launch.device)
+                          : (function = load_function(all, kernel, launch.device)) == nullptr) {
+    return false;
+  }
+  const int num_blocks = launch.end_channel - launch.first_channel;
+  if (num_blocks <= 0) return true;
+  int first_channel = launch.first_channel;
+  void* arguments[] = {const_cast<void*>(params), &first_channel};
+  return DCP_CALL(all.api, hipModuleLaunchKernel, function, unsigned(num_blocks), 1, 1, unsigned(num_threads),
+                  1, 1, 0, launch.stream, arguments, nullptr) == 0;
 }
 
 }  // namespace
 
 Status launch(const void* kernel_name, const Launch& launch, int num_threads, const void* params) {
   Registry& all = registry();
-  const int device = launch.device;
   const auto found = all.kernels.find(kernel_name);
-  if (found == all.kernels.end() || device < 0 || device >= kMaxDevices) return Status::kLaunchFailed;
-  Kernel& kernel = found->second;
-  void* function = kernel.functions[device].load(std::memory_order_acquire);
-  Error error =
-      function != nullptr ? use_device(all.api, device) : load_function(all, kernel, device, function);
-  if (error == kNoRuntime) return Status::kLaunchFailed;
-  const int num_blocks = launch.end_channel - launch.first_channel;
-  if (error == 0 && num_blocks > 0) {
-    int first_channel = launch.first_channel;
-    void* arguments[] = {const_cast<void*>(params), &first_channel};
-    error = all.api.hipModuleLaunchKernel(function, unsigned(num_blocks), 1, 1, unsigned(num_threads), 1, 1,
-                                          0, launch.stream, arguments, nullptr);
+  if (found == all.kernels.end() || launch.device < 0 || launch.device >= kMaxDevices) {
+    last_failure = {"launch", "no such kernel or device"};
+    return Status::kLaunchFailed;
   }
-  if (error == 0) return Status::kOk;
-  all.api.hipGetLastError();  // forgets it: else the caller's next call would report it as its own
+  if (enqueue(all, found->second, launch, num_threads, params)) return Status::kOk;
+  if (all.has_api) all.api.hipGetLastError();  // forgets it: else the caller's next call would report it
   return Status::kLaunchFailed;
+}
+
+void launch_fault(char* text, size_t size) {
+  std::snprintf(text, size, "%s: %s", last_failure.call, last_failure.fault.c_str());
 }
 
 void device_fault(int device, char* text, size_t size) {
   Registry& all = registry();
+  if (all.pid != 0 && all.pid != getpid()) {
+    std::snprintf(text, size,
+                  "a process that was forked after the ROCm runtime was loaded cannot use it (start "
+                  "method spawn)");
+    return;
+  }
   const std::lock_guard<std::mutex> lock(all.loading);
   const Api& api = all.api;
   text[0] = '\0';
@@ -175,24 +212,23 @@ void device_fault(int device, char* text, size_t size) {
     std::snprintf(text, size, "a ROCm runtime must be installed (no ROCm runtime: %s)", fault.c_str());
     return;
   }
-  Error error = api.hipGetDeviceCount(&num_devices);
-  if (error != 0 || num_devices == 0) {
+  if (DCP_CALL(api, hipGetDeviceCount, &num_devices) != 0 || num_devices == 0) {
     std::snprintf(
         text, size,
-        "the ROCm runtime must find a device (no device: %s: %s; see `rocminfo`, HIP_VISIBLE_DEVICES, "
-        "and whether this user may open /dev/kfd)",
-        api.hipGetErrorName(error), api.hipGetErrorString(error));
+        "the ROCm runtime must find a device (no device: %s; see `rocminfo`, HIP_VISIBLE_DEVICES, and "
+        "whether this user may open /dev/kfd)",
+        last_failure.fault.c_str());
   } else if (device < 0 || device >= num_devices || device >= kMaxDevices) {
     std::snprintf(text, size, "device must be below the number of devices, %d (got %d)", num_devices, device);
-  } else if ((error = use_device(api, device)) != 0 || all.kernels.empty() ||
-             (error = load_module(api, *all.kernels.begin()->second.binary, device)) != 0) {
+  } else if (!all.kernels.empty() && use_device(api, device) &&
+             load_module(api, *all.kernels.begin()->second.binary, device)) {
+    return;
+  } else {
     char name[256] = "";
     api.hipDeviceGetName(name, int(sizeof(name)), device);
     std::snprintf(text, size,
-                  "device %d must run this module's code (%s: %s: %s; setup.py says what it was built for)",
-                  device, name, api.hipGetErrorName(error), api.hipGetErrorString(error));
-  } else {
-    return;
+                  "device %d must run this module's code (%s: %s; setup.py says what it was built for)",
+                  device, name, last_failure.fault.c_str());
   }
   api.hipGetLastError();
 }

@@ -10,6 +10,9 @@ namespace dcp::hip_runtime {
 // `num_threads` each. Without channels it only loads the kernel.
 Status launch(const void* kernel, const Launch& launch, int num_threads, const void* params);
 
+// What the last launch of this thread that failed has met with.
+void launch_fault(char* text, size_t size);
+
 // "", or why `device` runs no kernel of this module.
 void device_fault(int device, char* text, size_t size);
 

@@ -1,5 +1,5 @@
-// The module dcpkernels._C_cpu, or of another target: the only code that sees pybind11, together with its neighbours
-// in this folder.
+// The module dcpkernels._C_cpu, or of another target: the only code that sees pybind11, together with its
+// neighbours in this folder.
 #include <pybind11/stl.h>
 
 #include "bindings/handle.h"
@@ -135,6 +135,16 @@ PYBIND11_MODULE(DCP_MODULE, module) {
 
   module.def("load_kernels", &load_kernels, py::kw_only(), py::arg("wire"), py::arg("dtype"),
              py::arg("device"), py::arg("isa") = "auto");
+  module.def(
+      "launch_fault",
+      [](const std::string& isa) {
+        const Variant* variant = find_variant(isa.c_str());
+        DCP_CHECK(variant != nullptr, 0);
+        char text[512];
+        variant->launch_fault(text, sizeof(text));
+        return std::string(text);
+      },
+      py::arg("isa") = "auto");
   module.def(
       "require_device",
       [](int device, const std::string& isa) {

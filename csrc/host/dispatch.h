@@ -14,6 +14,7 @@ namespace dcp {
   KvGatherFns kv_gather();               \
   LinkCheckFns link_check();             \
   void device_fault(int, char*, size_t); \
+  void launch_fault(char*, size_t);      \
   }
 DCP_VARIANTS(DCP_DECLARE_OPS)
 #undef DCP_DECLARE_OPS
@@ -25,7 +26,8 @@ DCP_VARIANTS(DCP_DECLARE_OPS)
           &ns::query_gather,   \
           &ns::kv_gather,      \
           &ns::link_check,     \
-          &ns::device_fault},
+          &ns::device_fault,   \
+          &ns::launch_fault},
 inline constexpr Variant kVariants[] = {DCP_VARIANTS(DCP_VARIANT)};
 #undef DCP_VARIANT
 

@@ -20,6 +20,8 @@ struct Variant {
   LinkCheckFns (*link_check)();
   // "", or why that device runs no kernel of this build.
   void (*device_fault)(int device, char* text, size_t size);
+  // What the last launch of this thread that failed has met with; "" where that is not known.
+  void (*launch_fault)(char* text, size_t size);
 };
 
 // Of this module. The first that the processor runs is the default.

@@ -1,5 +1,6 @@
 // A libamdhip64 without a device, or with devices that take kernels and run none: what _C_hip finds when it
-// looks for a ROCm runtime. Launches are noted; tests ask about them by ctypes.
+// looks for a ROCm runtime. Launches are noted; tests ask about them by ctypes. A module
+// is of the device that was current when it was loaded, and its functions run there only.
 //
 //   STUB_HIP_DEVICES=n   how many devices there are (default 8); with 0, hipGetDeviceCount is an error
 //   STUB_HIP_LOAD=n      what hipModuleLoadData returns (default 0)
@@ -14,9 +15,13 @@
 #include "ops/query_gather.h"
 
 namespace {
+struct Module {
+  const void* image;
+  int device;
+};
 struct Function {
   std::string name;
-  bool was_loaded;  // by a call without a launch behind it
+  int device;
 };
 struct Launched {
   const Function* function;
@@ -25,7 +30,7 @@ struct Launched {
 };
 std::vector<Launched> launched;
 std::set<std::string> names;         // of kernels that somebody looked up
-std::set<const void*> fat_binaries;  // that somebody loaded
+std::set<const void*> modules;       // that somebody loaded
 uint64_t (*look)(const void*) = nullptr;
 uint64_t seen = 0;
 int fails = 0, num_loads = 0, num_errors_forgotten = 0;
@@ -62,21 +67,23 @@ int hipModuleLoadData(void** module, const void* image) {
   const int error = number_of("STUB_HIP_LOAD", 0);
   if (error != 0) return error;
   if (std::memcmp(image, "__CLANG_OFFLOAD_BUNDLE__", 24) != 0) return 209;
-  fat_binaries.insert(image);
   ++num_loads;
-  *module = const_cast<void*>(image);
+  *module = new Module{image, device};
+  modules.insert(*module);
   return 0;
 }
 int hipModuleGetFunction(void** function, void* module, const char* name) {
-  if (fat_binaries.count(module) == 0) return 400;  // hipErrorInvalidHandle
+  if (modules.count(module) == 0) return 400;  // hipErrorInvalidHandle
+  if (static_cast<const Module*>(module)->device != device) return 201;
   names.insert(name);
-  *function = new Function{name, true};
+  *function = new Function{name, device};
   return 0;
 }
 int hipModuleLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads_x,
                           unsigned threads_y, unsigned threads_z, unsigned shared_bytes, void* stream,
                           void** params, void** extra) {
   if (shared_bytes != 0 || extra != nullptr) return 1;
+  if (static_cast<const Function*>(function)->device != device) return 201;  // hipErrorInvalidContext
   if (look != nullptr) seen = look(params[0]);
   if (*static_cast<const int*>(params[1]) != 0) return 1;  // first_channel: the second parameter
   if (fails > 0 && fails-- > 0) return 701;                // hipErrorLaunchOutOfResources
@@ -88,7 +95,16 @@ int hipGetLastError() {
   return 0;
 }
 const char* hipGetErrorName(int error) {
-  return error == 100 ? "hipErrorNoDevice" : error == 209 ? "hipErrorNoBinaryForGpu" : "hipErrorUnknown";
+  switch (error) {
+    case 100:
+      return "hipErrorNoDevice";
+    case 209:
+      return "hipErrorNoBinaryForGpu";
+    case 701:
+      return "hipErrorLaunchOutOfResources";
+    default:
+      return "hipErrorUnknown";
+  }
 }
 const char* hipGetErrorString(int error) { return error == 100 ? "no ROCm-capable device is detected" : "an error"; }
 

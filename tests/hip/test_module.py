@@ -36,9 +36,12 @@ def test_every_call_says_that_there_is_no_runtime():
     [
         (
             {"STUB_HIP_DEVICES": "0"},
-            "must find a device (no device: hipErrorNoDevice: no ROCm-capable device is detected",
+            "must find a device (no device: hipErrorNoDevice, error 100: no ROCm-capable device is detected",
         ),
-        ({"STUB_HIP_LOAD": "209"}, "device 0 must run this module's code (Stub 0: hipErrorNoBinaryForGpu: an error"),
+        (
+            {"STUB_HIP_LOAD": "209"},
+            "device 0 must run this module's code (Stub 0: hipErrorNoBinaryForGpu, error 209: an error",
+        ),
     ],
 )
 def test_a_runtime_of_no_use(env, text, stub):
@@ -57,6 +60,57 @@ def test_a_runtime_that_lacks_a_function(tmp_path):
     assert set(found["raised"].values()) == {
         "DcpUnsupported: target hip: a ROCm runtime must be installed (no ROCm runtime: it has no hipGetDevice)"
     }
+
+
+def test_a_runtime_that_lacks_a_library_of_its_own(tmp_path):
+    """It is there, which says more than that libamdhip64.so is not."""
+    built.module_file()
+    (tmp_path / "own.c").write_text("int own(void) { return 0; }\n")
+    (tmp_path / "hip.c").write_text("int own(void); int hipGetDevice(void) { return own(); }\n")
+    for name, more in (("libown_of_hip.so", ["own.c"]), (built.SONAME, ["hip.c", "-L.", "-lown_of_hip"])):
+        subprocess.run(["gcc", "-shared", "-fPIC", f"-Wl,-soname,{name}", *more, "-o", name], check=True, cwd=tmp_path)
+    (tmp_path / "libown_of_hip.so").unlink()
+    found = found_by_calls(CALLS_OF_HIP, LD_LIBRARY_PATH=str(tmp_path))
+    assert all("(no ROCm runtime: libown_of_hip.so: cannot open" in raised for raised in found["raised"].values()), (
+        found
+    )
+
+
+def test_a_fork_is_told(stub):
+    code = (
+        "import os\nfrom dcpkernels import _C_hip as m\nm.require_device()\n"
+        "pid = os.fork()\nif pid: os.waitpid(pid, 0)\nelse:\n"
+        "  try: m.require_device()\n  except Exception as error: print(type(error).__name__, error, flush=True)\n  os._exit(0)"
+    )
+    env = os.environ | {"LD_LIBRARY_PATH": str(stub)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.startswith("DcpUnsupported target hip: a process that was forked after the ROCm runtime")
+
+
+TWO_DEVICES = """
+from dcpkernels import _C_hip as m
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+words = (ctypes.c_uint64 * 6)()
+
+def launch(device):
+    return m.link_check(
+        rank=0, bases=[4096], bases_table=8192, multicast=0, multicast_view=0, offset=0, nonce=1, timeout_ns=1, num_spins=1,
+        num_yields=0, result=ctypes.addressof(words), isa="auto", stream=0, device=device)
+
+for device in (2, 5, 2):
+    assert m.load_kernels(wire=0, dtype=2, device=device), m.launch_fault()
+    assert launch(device) == 0 and launch(device) == 0 and library.shim_device() == device, m.launch_fault()
+library.shim_fail_next()
+assert launch(2) == m.STATUS_LAUNCH_FAILED
+print(m.launch_fault())
+"""
+
+
+def test_kernels_are_loaded_for_each_device(stub):
+    command = [sys.executable, "-c", TWO_DEVICES, str(stub / built.SONAME)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "hipModuleLaunchKernel: hipErrorLaunchOutOfResources, error 701: an error\n", done.stderr
 
 
 def test_a_device_that_is_not_there(stub):
@@ -138,6 +192,7 @@ def test_fat_binaries_hold_every_code_object():
         assert found.pop("host-x86_64-unknown-linux-gnu-") == b""
         for triple, code in found.items():
             assert code[:4] == b"\x7fELF" and int.from_bytes(code[18:20], "little") == 224  # EM_AMDGPU
+            assert code[7:9] == b"\x40\x03"  # for HSA, code object version 5: ROCm 6.2 loads no later one
             assert code in [path.read_bytes() for path in archs[triple.removeprefix("hipv4-amdgcn-amd-amdhsa--")]]
         assert {triple.removeprefix("hipv4-amdgcn-amd-amdhsa--") for triple in found} == set(archs)
     assert count == len(sources) or (count == len(sources) - 1 and "device" in sources)  # device.cc has no kernel
