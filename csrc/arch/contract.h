@@ -4,7 +4,12 @@
 //
 //   code      DCP_FN: inlined into kernels. DCP_OUTLINE: code that seldom runs (a CPU calls it; a GPU
 //             inlines it too, because a reference to a local would need local memory). DCP_DECL: a
-//             declaration of either. DCP_NO_UNROLL: before a loop that seldom runs more than once a thread
+//             declaration of either. DCP_NO_UNROLL: before a loop that seldom runs more than once a thread.
+//             DCP_UNROLL_LOADS: before one whose loads are better in flight together
+//   memory    pointer_to<T>(address): of global memory, where the compiler has lost sight of that: the
+//   address
+//             was a number, or has been in memory. load_constant(p): of what nobody writes while a kernel
+//             runs
 //   threads   Cta {index, thread_rank, size, sync, broadcast, shared<S>}
 //             Lanes<N> {rank, size, group, num_groups, sync, broadcast, kMaxGroups}: groups of up to N
 //             threads; Lanes<1>: each thread by itself
@@ -15,12 +20,17 @@
 //             returns when its kernel has run; only there a host can look at what it did, and have the next
 //             kernel take it from there
 //   order     load_acquire_sys, load_relaxed_sys, store_release_sys, store_relaxed_sys (u32, u64, i64)
+//             load_acquire_if_sys(word, is): an acquire load when is(value) holds. Another look may order
+//             nothing, where that costs less
 //             load_after_reads_sys: for an own word; not before earlier loads of this thread
+//             store_behind_sys: comes after what this thread has loaded, and stored by *_sys; of its other
+//             stores it may say nothing, where that costs less than a release
 //             fetch_add, compare_exchange_sys
 //             kSignalsTogether: whether a release waits for all stores in flight, so that flags of several
 //             peers are better raised side by side, after the stores to all, than each behind its own
 //             publish_done(cta): all stores of the CTA to peers are complete before a flag that follows
 //             signal_flag(flag, value, doorbell): a release store that also wakes a sleeping owner
+//             signal_flag_behind: the same by store_behind_sys
 //   pull      kHasPull: whether payload may stay in its source's memory, for its owner to load it there
 //   multicast kHasMulticast: false where no store reaches several ranks; then nothing else of it is called
 //             store_multicast(to, words): 16 bytes, at a multiple of 16; multicast_flag(flag, value): a

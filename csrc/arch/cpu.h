@@ -20,8 +20,22 @@
 
 #define DCP_DECL
 #define DCP_NO_UNROLL
+#define DCP_UNROLL_LOADS
 
 namespace dcp::DCP_NS::arch {
+
+template <class T>
+DCP_FN T* pointer_to(uint64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+template <class T>
+DCP_FN T* pointer_to(T* p) {
+  return p;
+}
+template <class T>
+DCP_FN T load_constant(const T* p) {
+  return *p;
+}
 
 // ---- order
 
@@ -97,6 +111,17 @@ DCP_FN void signal_flag(Flag* flag, uint64_t value, Doorbell* doorbell) {
 
 // A load that comes after all earlier loads of this thread: an acquire load alone orders what follows it.
 // Only for words of this rank's own region, because it writes what it read.
+template <class T, class Is>
+DCP_FN T load_acquire_if_sys(const T* word, const Is&) {
+  return load_acquire_sys(word);
+}
+template <class T>
+DCP_FN void store_behind_sys(T* word, T value) {
+  store_release_sys(word, value);
+}
+DCP_FN void signal_flag_behind(Flag* flag, uint64_t value, Doorbell* doorbell) {
+  signal_flag(flag, value, doorbell);
+}
 template <class T>
 DCP_FN T load_after_reads_sys(T* word) {
   return __atomic_fetch_add(word, T(0), __ATOMIC_ACQ_REL);

@@ -22,8 +22,22 @@
 #define DCP_DECL __device__
 // Before a loop that seldom runs more than once a thread: the compiler would make four copies of its body.
 #define DCP_NO_UNROLL _Pragma("unroll 1")
+#define DCP_UNROLL_LOADS
 
 namespace dcp::DCP_NS::arch {
+
+template <class T>
+DCP_FN T* pointer_to(uint64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+template <class T>
+DCP_FN T* pointer_to(T* p) {
+  return p;
+}
+template <class T>
+DCP_FN T load_constant(const T* p) {
+  return *p;
+}
 
 // ---- threads
 
@@ -211,6 +225,17 @@ DCP_STORE(store_relaxed_sys, "st.relaxed.sys.global")
 #undef DCP_LOAD
 #undef DCP_STORE
 
+// A look that finds nothing orders as much as one that does, and a release costs no more than what it waits
+// for.
+template <class T, class Is>
+DCP_FN T load_acquire_if_sys(const T* word, const Is&) {
+  return load_acquire_sys(word);
+}
+template <class T>
+DCP_FN void store_behind_sys(T* word, T value) {
+  store_release_sys(word, value);
+}
+
 // A load that comes after all earlier loads of this thread: an acquire load alone orders what follows it.
 template <class T>
 DCP_FN T load_after_reads_sys(T* word) {
@@ -254,6 +279,9 @@ DCP_FN void publish_done(const Cta& cta) { cta.sync(); }
 
 // Raises a peer's flag. Nobody sleeps on a GPU, so no doorbell is rung.
 DCP_FN void signal_flag(Flag* flag, uint64_t value, Doorbell*) { store_release_sys(&flag->value, value); }
+DCP_FN void signal_flag_behind(Flag* flag, uint64_t value, Doorbell* doorbell) {
+  signal_flag(flag, value, doorbell);
+}
 
 // ---- multicast
 
@@ -377,6 +405,7 @@ DCP_FN void sleep_ns(uint32_t ns) { __nanosleep(ns); }
 // ---- for gpu_numbers.h and gpu_bytes.h
 
 // 16 bytes at a 16-byte boundary of global memory, in one instruction.
+inline constexpr bool kUnaligned16 = false;
 DCP_FN Words16 load_16(const void* from) {
   __builtin_assume(__isGlobal(from));
   const uint4 v = *static_cast<const uint4*>(from);

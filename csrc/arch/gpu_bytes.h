@@ -60,6 +60,7 @@ DCP_FN int rank_among(const Lanes<N>& lanes) {
 
 // 16 bytes at any address, in the largest pieces that it allows.
 DCP_FN Words16 load_16_unaligned(const void* from) {
+  if constexpr (kUnaligned16) return load_16(from);
   const uint64_t address = reinterpret_cast<uint64_t>(from);
   Words16 words = {};
   if (address % 4 == 0) {
@@ -106,7 +107,7 @@ DCP_FN void load_elements(const T* from, T (&elements)[kNum]) {
   constexpr int kNumUnits = int(sizeof(elements) / 16);
   const char* bytes = reinterpret_cast<const char*>(from);
   Words16 units[kNumUnits];
-  if (reinterpret_cast<uint64_t>(from) % 16 == 0) {
+  if (kUnaligned16 || reinterpret_cast<uint64_t>(from) % 16 == 0) {
 #pragma unroll
     for (int i = 0; i < kNumUnits; ++i) units[i] = load_16(bytes + 16 * i);
   } else {
@@ -119,7 +120,7 @@ template <int kNum, class T>
 DCP_FN void store_elements(T* to, const T (&elements)[kNum]) {
   static_assert(sizeof(elements) % 16 == 0);
   constexpr int kNumUnits = int(sizeof(elements) / 16);
-  if (reinterpret_cast<uint64_t>(to) % 16 == 0) {
+  if (kUnaligned16 || reinterpret_cast<uint64_t>(to) % 16 == 0) {
     Words16 units[kNumUnits];
     __builtin_memcpy(units, elements, sizeof(elements));
 #pragma unroll
@@ -160,7 +161,7 @@ class PeerStores {
     const char* from_bytes = static_cast<const char*>(from);
     const uint64_t misaligned = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from);
     int64_t done = 0;
-    if (misaligned % 16 == 0) {
+    if (kUnaligned16 || misaligned % 16 == 0) {
       done = num_bytes - num_bytes % 16;
       copy_long(threads, place.to, from_bytes, done);
     }
@@ -217,7 +218,7 @@ class PeerStores {
 #pragma unroll 1
       for (int i = 0; i < num_ranks; ++i) {
         const int peer = rank + i < num_ranks ? rank + i : rank + i - num_ranks;
-        f(reinterpret_cast<char*>(load_global(bases + peer) + offset));
+        f(reinterpret_cast<char*>(load_constant(bases + peer) + offset));
       }
     }
     static DCP_FN void store(void* at, const Words16& words) { store_16(at, words); }
@@ -247,7 +248,7 @@ class PeerStores {
   // A row, of which a thread has a few units at most.
   template <class Threads, class To>
   static DCP_FN void copy_row(const Threads& threads, const To& to, const char* from, int64_t num_bytes) {
-    if (reinterpret_cast<uint64_t>(from) % 16 == 0) {
+    if (kUnaligned16 || reinterpret_cast<uint64_t>(from) % 16 == 0) {
       copy_row<4>(threads, to, from, num_bytes, [](const char* at) { return load_16(at); });
     } else {
       copy_row<1>(threads, to, from, num_bytes, [](const char* at) { return load_16_unaligned(at); });

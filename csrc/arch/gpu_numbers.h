@@ -101,11 +101,11 @@ struct RowVec {
     return out;
   }
 
-  // A caller's tensor may start at any element, and a GPU loads 16 bytes at a 16-byte boundary only. The same
-  // for all lanes of a row, and the same bits either way.
+  // A caller's tensor may start at any element, and many a GPU loads 16 bytes at a 16-byte boundary only. The
+  // same for all lanes of a row, and the same bits either way.
   static DCP_FN RowVec load(const T* p) {
     RowVec out;
-    if ((reinterpret_cast<uint64_t>(p) & 15) == 0) {
+    if (kUnaligned16 || (reinterpret_cast<uint64_t>(p) & 15) == 0) {
       const Words16 words = load_16(p);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -124,7 +124,7 @@ struct RowVec {
   }
 
   DCP_FN void store(T* p) const {
-    if ((reinterpret_cast<uint64_t>(p) & 15) == 0) {
+    if (kUnaligned16 || (reinterpret_cast<uint64_t>(p) & 15) == 0) {
       Words16 words;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -3,7 +3,8 @@
 // is in gpu_numbers.h and gpu_bytes.h; what the host does with the compiled kernels, in hip_runtime.cpp.
 //
 // Every pointer that comes here is into global memory. Generic addresses would cost `flat` instructions,
-// which also occupy the path to shared memory; so accesses go through Global<T>.
+// which also occupy the path to shared memory; so accesses go through Global<T>, or through a pointer that
+// pointer_to() made. tests/isa finds no flat instruction in any kernel.
 //
 // Three facts about these GPUs and their compilers shape this file; tests/isa holds it to them:
 //   1. LLVM up to 22 leaves out the wait after `buffer_wbl2` in a wave that has no store of its own in flight
@@ -27,6 +28,8 @@
 #define DCP_DECL __attribute__((device))
 // Before a loop that seldom runs more than once a thread: the compiler would make four copies of its body.
 #define DCP_NO_UNROLL _Pragma("unroll 1")
+// Before a loop whose loads are better in flight together: left alone, each waits for the one before.
+#define DCP_UNROLL_LOADS _Pragma("unroll 4")
 
 namespace dcp::DCP_NS::arch {
 
@@ -40,6 +43,23 @@ using Global = T;  // the host reads kernels without compiling them, and has one
 template <class T>
 DCP_FN Global<T>* global(T* p) {
   return (Global<T>*)p;  // only a C cast changes the address space
+}
+
+// A pointer that the compiler knows to be into global memory: from a number, or from another pointer, which
+// goes through a number, as a cast from generic to global and back would be dropped as no cast at all.
+template <class T>
+DCP_FN T* pointer_to(uint64_t address) {
+  return (T*)(Global<T>*)address;
+}
+template <class T>
+DCP_FN T* pointer_to(const void* p) {
+  return pointer_to<T>(reinterpret_cast<uint64_t>(p));
+}
+// What nobody writes while a kernel runs. Where all lanes load the same, that is a scalar load, and no
+// acquire makes the compiler load it again.
+template <class T>
+DCP_FN T load_constant(const T* p) {
+  return *(const __attribute__((address_space(4))) T*)p;
 }
 
 // ---- threads
@@ -164,11 +184,26 @@ DCP_FN void store_release_sys(T* word, T value) {
   store_relaxed_sys(word, value);
 }
 
+// An acquire invalidates what the L2 of the whole die holds of other devices' memory, and a release writes it
+// back: both cost others too. So looks that find nothing are relaxed, and where all that is to come before a
+// store was loaded, or went past the caches (*_sys), a wait is enough.
+template <class T, class Is>
+DCP_FN T load_acquire_if_sys(const T* word, const Is& is) {
+  const T value = load_relaxed_sys(word);
+  if (is(value)) __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "");
+  return value;
+}
+template <class T>
+DCP_FN void store_behind_sys(T* word, T value) {
+  drain_stores();
+  store_relaxed_sys(word, value);
+}
+
 // A load that comes after all earlier loads of this thread: an acquire load alone orders what follows it.
 template <class T>
 DCP_FN T load_after_reads_sys(T* word) {
   drain_stores();
-  return load_acquire_sys(word);
+  return load_relaxed_sys(word);
 }
 
 // Of this device only: on words of the own rank.
@@ -194,6 +229,9 @@ DCP_FN void publish_done(const Cta& cta) {
 
 // Raises a peer's flag. Nobody sleeps on a GPU, so no doorbell is rung.
 DCP_FN void signal_flag(Flag* flag, uint64_t value, Doorbell*) { store_release_sys(&flag->value, value); }
+DCP_FN void signal_flag_behind(Flag* flag, uint64_t value, Doorbell*) {
+  store_behind_sys(&flag->value, value);
+}
 
 // ---- multicast
 
@@ -213,9 +251,10 @@ DCP_FN void broadcast_arrived(bool) {}
 
 // ---- packets
 
-// Payload and flag that arrive together. One word of 8 bytes does; nothing larger is sure to arrive at once,
-// so the release and acquire of its flag hold a packet of 16 bytes together. A larger one held together in
-// this way would be bulk with more flags: there is none.
+// Payload and flag that arrive together. One word of 8 bytes does; nothing larger is sure to arrive at once.
+// So a packet of 16 bytes is two such words, the one with the flag behind the other: a trip to the peer and
+// back between the two, where one of 8 bytes needs none. A larger one held together in this way would be bulk
+// with more flags: there is none. (RCCL's lines of 128 bytes rest on stores of a wave that arrive in order.)
 template <int kBytes>
 class Packet {
  public:
@@ -231,7 +270,7 @@ class Packet {
       store_relaxed_sys(to, uint64_t(flag) << 32 | words.word[0]);
     } else {
       store_relaxed_sys(to, uint64_t(words.word[1]) << 32 | words.word[0]);
-      store_release_sys(to + 1, uint64_t(flag) << 32 | words.word[2]);
+      store_behind_sys(to + 1, uint64_t(flag) << 32 | words.word[2]);
     }
   }
 
@@ -243,8 +282,10 @@ class Packet {
       if (uint32_t(both >> 32) != flag) return false;
       put(0, 0, Words16{{uint32_t(both)}});
     } else {
-      const uint64_t high = load_acquire_sys(from + 1);
+      const uint64_t high = load_relaxed_sys(from + 1);
       if (uint32_t(high >> 32) != flag) return false;
+      // Both go past the caches, so that the one has to be loaded after the other is all that is needed.
+      __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
       const uint64_t low = load_relaxed_sys(from);
       put(0, 0, Words16{{uint32_t(low), uint32_t(low >> 32), uint32_t(high)}});
     }
@@ -269,8 +310,11 @@ DCP_FN void sleep_ns(uint32_t ns) {
 
 // ---- for gpu_numbers.h and gpu_bytes.h
 
-using Words4 = uint32_t __attribute__((ext_vector_type(4)));
-// 16 bytes at a 16-byte boundary of global memory, in one instruction.
+using Words4 = uint32_t __attribute__((ext_vector_type(4), aligned(1)));
+// Whether load_16 and store_16 take any address: they do, since the driver runs all kernels in this mode, and
+// the compiler counts on that too.
+inline constexpr bool kUnaligned16 = true;
+// 16 bytes of global memory, in one instruction.
 DCP_FN Words16 load_16(const void* from) {
   const Words4 v = *global(static_cast<const Words4*>(from));
   return {{v.x, v.y, v.z, v.w}};

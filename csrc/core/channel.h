@@ -85,7 +85,7 @@ class Channel {
     if (cta_.thread_rank() == 0) {
       arch::store_relaxed_sys(&state_->call, call_);
       // Peers look there for who waits for whom. A round that is only started waits for no signal.
-      if (phase_ != Phase::kStart) arch::store_release_sys(&mine_->in_flight, epoch_);
+      if (phase_ != Phase::kStart) arch::store_behind_sys(&mine_->in_flight, epoch_);
     }
     return confirm();
   }
@@ -160,22 +160,28 @@ class Channel {
   DCP_FN void signal(int peer, const PayloadPlace& payload) const {
     arch::publish_done(cta_);
     if (cta_.thread_rank() != 0) return;
-    Flag* flag = flag_at(peer, symm_.rank);
-    arch::store_relaxed_sys(&flag->payload_offset, payload.offset);
-    arch::store_relaxed_sys(&flag->token_stride, payload.token_stride);
-    arch::store_relaxed_sys(&flag->head_stride, payload.head_stride);
+    describe(peer, payload);
     raise(peer);
   }
   // The same where packets say for themselves that they are there.
   DCP_FN void signal_unordered(int peer) const {
-    if (cta_.thread_rank() == 0) raise(peer);
+    if (cta_.thread_rank() == 0) raise_unordered(peer);
   }
   // The same for all peers at once, by a thread for each: one wait for the stores of all, and not one a peer.
   DCP_FN void signal_each() const {
     arch::publish_done(cta_);
-    raise_each();
+    each_peer([&](int peer) { raise(peer); });
   }
-  DCP_FN void signal_each_unordered() const { raise_each(); }
+  DCP_FN void signal_each(const PayloadPlace& payload) const {
+    arch::publish_done(cta_);
+    each_peer([&](int peer) {
+      describe(peer, payload);
+      raise(peer);
+    });
+  }
+  DCP_FN void signal_each_unordered() const {
+    each_peer([&](int peer) { raise_unordered(peer); });
+  }
   // The same after stores that went to all of them (core/broadcast.h).
   DCP_FN void signal_all(bool uses_multicast) const {
     arch::broadcast_done(cta_, uses_multicast);
@@ -185,7 +191,7 @@ class Channel {
       if (cta_.thread_rank() == 0) arch::multicast_flag(flag, expected_flag());
       return;
     }
-    raise_each();
+    each_peer([&](int peer) { raise(peer); });
   }
   // Where `source` said that its payload is; after `wait`.
   DCP_FN PayloadPlace payload_of(int source) const {
@@ -231,7 +237,7 @@ class Channel {
   // Goes on to the next round of the same call.
   DCP_FN void next_round() {
     epoch_ = next_epoch(epoch_);
-    if (cta_.thread_rank() == 0) arch::store_release_sys(&mine_->in_flight, epoch_);
+    if (cta_.thread_rank() == 0) arch::store_behind_sys(&mine_->in_flight, epoch_);
   }
 
   // A look at the own poison word. One thread looks, so that all threads of a CTA take the same way.
@@ -259,7 +265,7 @@ class Channel {
       forward_fault(symm_, control_);
       if (policy_.host_fault != nullptr) show_fault(symm_, control_, policy_.host_fault);
     }
-    arch::store_release_sys(&mine_->in_flight, uint64_t(0));
+    arch::store_behind_sys(&mine_->in_flight, uint64_t(0));
     const uint32_t mine = status == Status::kOk ? 1 : 1 + kOneFaulted;
     const uint32_t left = arch::fetch_add(&state_->channels_left, mine) + mine;
     if (left % kOneFaulted != uint32_t(control_.num_channels)) return Left::kLeft;
@@ -275,7 +281,7 @@ class Channel {
 
   // In the thread that `leave` told so, of a call that starts a split round and ends it: the next one finds
   // it waited for.
-  DCP_FN void count_as_waited() const { arch::store_release_sys(&state_->waited_epoch, epoch_); }
+  DCP_FN void count_as_waited() const { arch::store_behind_sys(&state_->waited_epoch, epoch_); }
 
  private:
   // What a wait may be for. there(): is it there? missing(): which peers have not done their part? Where
@@ -290,7 +296,8 @@ class Channel {
     int channel_idx, peer;
     DCP_FN bool there() const {
       const Flag* flag = channel.flag_at(channel.symm_.rank, peer, channel_idx);
-      return arch::load_acquire_sys(&flag->value) == channel.expected_flag();
+      const uint64_t expected = channel.expected_flag();
+      return arch::load_acquire_if_sys(&flag->value, [&](uint64_t v) { return v == expected; }) == expected;
     }
     DCP_FN uint64_t missing() const { return channel.missing_on(channel_idx); }
   };
@@ -331,25 +338,37 @@ class Channel {
   }
   DCP_FN void release(uint64_t epoch) const {
     cta_.sync();
-    DCP_NO_UNROLL
-    for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks; i += cta_.size()) {
-      Flag* flag =
-          stream_flag(symm_, control_, peer_order(symm_, i), stream_idx_, epoch, cta_.index(), symm_.rank);
-      arch::store_release_sys(&flag->released, epoch);
-    }
+    each_peer([&](int peer) {
+      Flag* flag = stream_flag(symm_, control_, peer, stream_idx_, epoch, cta_.index(), symm_.rank);
+      arch::store_behind_sys(&flag->released, epoch);
+    });
   }
-  DCP_FN void raise_each() const {
+  // f(peer) by one thread, of each peer by another.
+  template <class F>
+  DCP_FN void each_peer(const F& f) const {
     DCP_NO_UNROLL
-    for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks; i += cta_.size()) raise(peer_order(symm_, i));
+    for (int i = 1 + cta_.thread_rank(); i < symm_.num_ranks; i += cta_.size()) f(peer_order(symm_, i));
+  }
+  // What `payload_of` reads there.
+  DCP_FN void describe(int peer, const PayloadPlace& payload) const {
+    Flag* flag = flag_at(peer, symm_.rank);
+    arch::store_relaxed_sys(&flag->payload_offset, payload.offset);
+    arch::store_relaxed_sys(&flag->token_stride, payload.token_stride);
+    arch::store_relaxed_sys(&flag->head_stride, payload.head_stride);
   }
   DCP_FN void raise(int peer) const {
     arch::signal_flag(flag_at(peer, symm_.rank), expected_flag(),
                       stream_doorbell(symm_, control_, peer, stream_idx_, cta_.index()));
   }
+  // Behind what this rank has read; packets need no more.
+  DCP_FN void raise_unordered(int peer) const {
+    arch::signal_flag_behind(flag_at(peer, symm_.rank), expected_flag(),
+                             stream_doorbell(symm_, control_, peer, stream_idx_, cta_.index()));
+  }
   // Epochs of one parity only grow, so "at least" is exact, also long after.
   DCP_FN bool has_released(int owner, int channel_idx, int reader, uint64_t epoch) const {
     const Flag* flag = stream_flag(symm_, control_, owner, stream_idx_, epoch, channel_idx, reader);
-    return arch::load_acquire_sys(&flag->released) >= epoch;
+    return arch::load_acquire_if_sys(&flag->released, [&](uint64_t v) { return v >= epoch; }) >= epoch;
   }
 
   template <class Awaited>

@@ -26,7 +26,7 @@ DCP_FN uint64_t* own_poison(const SymmView& symm, const ControlLayout& control) 
   return &symm_own<FaultRecord>(symm, control.fault_offset)->poison;
 }
 DCP_FN bool is_poisoned(const SymmView& symm, const ControlLayout& control) {
-  return arch::load_acquire_sys(own_poison(symm, control)) != 0;
+  return arch::load_acquire_if_sys(own_poison(symm, control), [](uint64_t v) { return v != 0; }) != 0;
 }
 
 // Poisons every peer with the cause that this rank knows. A rank that only adopts a cause forwards it too:

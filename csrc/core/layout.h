@@ -38,18 +38,19 @@ struct ShardMask {
   // query_start_loc[num_seqs]): graph padding.
   DCP_FN bool is_empty(int64_t row) const {
     if (query_start_loc == nullptr) return false;
-    if (num_seqs == 0 || row < query_start_loc[0] || row >= query_start_loc[num_seqs]) return true;
-    int low = 0, high = num_seqs;  // query_start_loc[low] <= row < query_start_loc[high]
+    if (num_seqs == 0 || row < start(0) || row >= start(num_seqs)) return true;
+    int low = 0, high = num_seqs;  // start(low) <= row < start(high)
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (query_start_loc[middle] <= row) {
+      if (start(middle) <= row) {
         low = middle;
       } else {
         high = middle;
       }
     }
-    return seq_lens[low] <= 0;
+    return arch::load_constant(seq_lens + low) <= 0;
   }
+  DCP_FN int32_t start(int sequence) const { return arch::load_constant(query_start_loc + sequence); }
 };
 
 }  // namespace dcp::DCP_NS

@@ -7,7 +7,7 @@ namespace dcp::DCP_NS {
 
 template <class T>
 DCP_FN T* symm_at(const SymmView& symm, int peer, uint64_t offset) {
-  return reinterpret_cast<T*>(symm.bases[peer] + offset);
+  return arch::pointer_to<T>(arch::load_constant(symm.bases + peer) + offset);
 }
 
 template <class T>

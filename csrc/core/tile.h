@@ -71,6 +71,7 @@ DCP_FN void weighted_sum_block(T* out, const T* const* sources, const float* wei
   using Vec = arch::RowVec<T>;
   Vec sum[kNumVecs];
   for (int v = 0; v < kNumVecs; ++v) sum[v] = Vec::broadcast(0.0f);
+  DCP_UNROLL_LOADS
   for (int s = 0; s < num_sources; ++s) {
     const Vec weight = Vec::broadcast(weights[s]);
     const T* source = sources[s] + offset;
@@ -106,7 +107,9 @@ DCP_FN void weighted_sum_row(const Lanes& lanes, T* out, const T* const* sources
   }
   for (int64_t d = vecs_end + lanes.rank(); d < num_elements; d += lanes.size()) {
     float sum = 0.0f;
-    for (int s = 0; s < num_sources; ++s) sum = arch::fma(weights[s], arch::to_float(sources[s][d]), sum);
+    for (int s = 0; s < num_sources; ++s) {
+      sum = arch::fma(weights[s], arch::to_float(arch::pointer_to<const T>(sources[s])[d]), sum);
+    }
     out[d] = arch::from_float<T>(sum);
   }
 }

@@ -23,7 +23,8 @@ DCP_OUTLINE Status Channel::wait_slow(int order_idx, const Awaited& awaited, int
   Cause cause = {};
   int64_t waited_ns = 0;
   for (;;) {
-    const uint64_t seen = arch::load_acquire_sys(&flag->value);
+    const uint64_t seen =
+        arch::load_acquire_if_sys(&flag->value, [&](uint64_t v) { return uint32_t(v) != not_yet; });
     if (awaited.there()) return Status::kOk;
     if (awaited.leads()) {
       if (seen != expected_flag() && uint32_t(seen) != not_yet) {

@@ -371,14 +371,15 @@ struct Kernel {
     for (int i = 1; i < p.symm.num_ranks; ++i) {
       const int peer = peer_order(p.symm, i, cta.index());
       publish<T, kWire>(cta, p, round, peer, epoch, call, stores, num_nonfinite);
-      if constexpr (kWire == Wire::kPull) {
-        channel.signal(peer, place);
-      } else if constexpr (!arch::kSignalsTogether) {
-        kWire == Wire::kPush ? channel.signal(peer) : channel.signal_unordered(peer);
-      }
+      if constexpr (arch::kSignalsTogether) continue;
+      if constexpr (kWire == Wire::kPush) channel.signal(peer);
+      if constexpr (kWire == Wire::kPull) channel.signal(peer, place);
+      if constexpr (kPacketBytes<kWire> > 0) channel.signal_unordered(peer);
     }
-    if constexpr (arch::kSignalsTogether && kWire != Wire::kPull) {
-      kWire == Wire::kPush ? channel.signal_each() : channel.signal_each_unordered();
+    if constexpr (arch::kSignalsTogether) {
+      if constexpr (kWire == Wire::kPush) channel.signal_each();
+      if constexpr (kWire == Wire::kPull) channel.signal_each(place);
+      if constexpr (kPacketBytes<kWire> > 0) channel.signal_each_unordered();
     }
     stores.finish(cta);
     if constexpr (kPacketBytes<kWire> > 0) {

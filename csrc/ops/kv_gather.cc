@@ -32,7 +32,7 @@ DCP_FN void publish(const arch::Cta& cta, const KvGatherParams& p, const arch::P
 // Step `dequantise`: this channel's rows of the chunk, to the caller's tensor.
 DCP_FN void dequantise(const arch::Cta& cta, const KvGatherParams& p) {
   const Lanes lanes(cta);
-  const float scale = p.scale != nullptr ? *p.scale : p.scale_value;
+  const float scale = p.scale != nullptr ? arch::load_constant(p.scale) : p.scale_value;
   const E4M3 format(p.dtype);
   const int num_channels = p.control.num_channels;
   for (int64_t row = cta.index() + int64_t(num_channels) * lanes.group(); row < p.num_rows;

@@ -33,7 +33,9 @@ DCP_FN LinkSlot* slot_at(const LinkCheckParams& p, uint64_t base, int source) {
 DCP_FN LinkSlot* multicast_slot_at(const LinkCheckParams& p, uint64_t base, int source) {
   return slot_at(p, base, source) + p.symm.num_ranks;
 }
-DCP_FN bool is_raised(const uint64_t* word, uint64_t nonce) { return arch::load_acquire_sys(word) == nonce; }
+DCP_FN bool is_raised(const uint64_t* word, uint64_t nonce) {
+  return arch::load_acquire_if_sys(word, [&](uint64_t v) { return v == nonce; }) == nonce;
+}
 
 // By the one thread that has seen the flag.
 DCP_FN bool has_pattern(const LinkSlot& slot, uint32_t seed) {

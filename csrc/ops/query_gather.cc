@@ -73,7 +73,7 @@ DCP_FN void publish(const arch::Cta& cta, const Params& p, const Round& round,
                     const arch::PeerStores& stores) {
   const Lanes lanes(cta);
   const Broadcast broadcast(p.publish_to, stores);
-  const float scale = p.scale != nullptr ? *p.scale : p.scale_value;
+  const float scale = p.scale != nullptr ? arch::load_constant(p.scale) : p.scale_value;
   const int64_t num_items = round.num_rows * p.num_local_heads;
   const int num_channels = p.control.num_channels;
   for (int64_t item = cta.index() + int64_t(num_channels) * lanes.group(); item < num_items;

@@ -9,15 +9,12 @@ import shutil
 import sys
 from pathlib import Path
 
+from tests.isa.amd_flow import ASM, Function
+from tests.isa.amd_lint import INVALIDATE, WRITE_BACK, is_drain, lint, ordered_events
 from tests.isa.compiled import (
-    ACQUIRE_LOAD,
-    BARRIER,
-    COMPARE_EXCHANGE,
     CSRC,
-    FETCH_ADD,
-    LOAD_AFTER_READS,
-    PUBLISH_BARRIER,
-    RELEASE_STORE,
+    LOAD_128,
+    STORE_128,
     Event,
     Instruction,
     Kernel,
@@ -26,6 +23,7 @@ from tests.isa.compiled import (
     run_tool,
     short_names,
 )
+from tests.isa.ordered import kind_on_amd
 
 ARCHS = ("gfx942", "gfx950")
 OLDEST_CLANG, NEWEST_CLANG = 20, 29  # 19 does not know gfx950
@@ -57,44 +55,74 @@ def compile_kernels(arch: str, source: Path, folder: Path, csrc: Path = CSRC) ->
     assembler = ["--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-x", "assembler", "-c"]
     run_tool([*clang, *assembler, f"{base}.s", "-o", f"{base}.o"], csrc)
     run_tool([*lld, "-shared", "--no-undefined", f"{base}.o", "-o", f"{base}.hsaco"], csrc)
-    assembly = Path(f"{base}.s").read_text()
+    return read_kernels(arch, Path(f"{base}.s").read_text(), csrc)
+
+
+def read_kernels(arch: str, assembly: str, csrc: Path = CSRC) -> list[Kernel]:
     kernels = read_resources(arch, assembly, csrc)
-    for symbol, instructions in read_assembly(assembly, csrc).items():
-        if symbol in kernels:
-            kernels[symbol].events = ordered_events(instructions)
-            kernels[symbol].findings = lint(instructions, csrc)
-            kernels[symbol].lines = frozenset(line for instruction in instructions for line in instruction.lines)
+    for symbol, function in read_assembly(assembly, csrc).items():
+        if kernel := kernels.get(symbol):
+            code = function.instructions
+            kernel.events = ordered_events(function) + wide_accesses(code)
+            kernel.findings = lint(function, csrc)
+            kernel.lines = frozenset(line for instruction in code for line in instruction.lines)
+            kernel.ordered = [instruction for instruction in code if kind_on_amd(instruction)]
+            kernel.counts["waits"] = sum(map(is_drain, code))
+            kernel.counts["write-backs"] = sum(i.text.startswith(WRITE_BACK) for i in code)
+            kernel.counts["invalidations"] = sum(i.text.startswith(INVALIDATE) for i in code)
     return sorted(kernels.values(), key=lambda kernel: kernel.name)
+
+
+def wide_accesses(code: list[Instruction]) -> list[Event]:
+    kinds = {"global_load_dwordx4": LOAD_128, "global_store_dwordx4": STORE_128}
+    return [Event(kinds[op], i.lines) for i in code if (op := i.text.split()[0]) in kinds]
 
 
 def read_resources(arch: str, assembly: str, csrc: Path = CSRC) -> dict[str, Kernel]:
     """From the metadata that the run-time loader reads too. A scalar register that has no place is kept in a lane of a
-    vector register, and costs no memory: `s`. A vector register without a place goes to scratch memory: a spill."""
+    vector register, and costs no memory. A vector register without a place goes to scratch memory: a spill."""
     metadata = assembly.partition(".amdgpu_metadata")[2]
     entries = [dict(re.findall(r"\.(\w+):\s+(\S+)", entry)) for entry in re.split(r"\n  - \.a", metadata)[1:]]
     names = short_names([entry["name"] for entry in entries], csrc)
-    return {
-        entry["name"]: Kernel(
+    kernels = {}
+    for entry in entries:
+        symbol, scalars, in_lanes = entry["name"], int(entry["sgpr_count"]), int(entry["sgpr_spill_count"])
+        vectors, accumulators = int(entry["vgpr_count"]), int(entry.get("gpr_count", 0))  # `.agpr_count`: its `- .a`
+        kernels[symbol] = Kernel(
             arch,
-            names[entry["name"]],
-            f"{entry['vgpr_count']}v {entry['sgpr_count']}s+{entry['sgpr_spill_count']}",
+            names[symbol],
+            f"{vectors}v {scalars}s+{in_lanes}",
             int(entry["vgpr_spill_count"]),
-            int(entry["private_segment_fixed_size"]) + (entry["uses_dynamic_stack"] == "true"),
+            int(entry["private_segment_fixed_size"]) + (entry.get("uses_dynamic_stack") == "true"),
             int(entry["group_segment_fixed_size"]),
+            counts={
+                "VGPR": vectors - accumulators,
+                "AGPR": accumulators,
+                "SGPR": scalars,
+                "in lanes": in_lanes,
+                "waves": waves_per_simd(vectors, scalars),
+            },
         )
-        for entry in entries
-    }
+    return kernels
 
 
-def read_assembly(text: str, csrc: Path = CSRC) -> dict[str, list[Instruction]]:
+def waves_per_simd(vectors: int, scalars: int) -> int:
+    """As many as registers allow: of 512 vector registers (those of matrix accumulators are of the same file), dealt
+    out by 8, and 800 scalar ones, by 16; 8 at most. A block of 512 threads needs two."""
+    return min(8, 512 // (-(-max(vectors, 1) // 8) * 8), 800 // (-(-max(scalars, 1) // 16) * 16))
+
+
+def read_assembly(text: str, csrc: Path = CSRC) -> dict[str, Function]:
     """Per function. The comment of a .loc holds the chain of lines: `; a.h:1:2 @[ b.h:3:4 @[ c.cc:5:6 ] ]`."""
-    functions: dict[str, list[Instruction]] = {}
-    instructions: list[Instruction] = []
+    functions: dict[str, Function] = {}
+    function = Function()
     lines: tuple[str, ...] = ()
     is_asm = False
     for row in text.splitlines():
         if symbol := re.match(r"([A-Za-z_]\w*):\s", f"{row} "):
-            instructions = functions.setdefault(symbol[1], [])
+            function = functions.setdefault(symbol[1], Function())
+        elif label := re.match(r"(\.LBB\w+):", row):
+            function.labels[label[1]] = len(function.instructions)
         elif place := re.match(r"\s+\.loc\s[^;]*;(.*)", row):
             lines = tuple(
                 relative_line(path, line, csrc) for path, line in re.findall(r"([^\s\[]+):(\d+):\d+", place[1])
@@ -102,98 +130,5 @@ def read_assembly(text: str, csrc: Path = CSRC) -> dict[str, list[Instruction]]:
         elif "#ASMSTART" in row or "#ASMEND" in row:
             is_asm = "#ASMSTART" in row
         elif code := re.match(r"\s+([a-z]\w+(?:\s[^;]*)?)", row):
-            instructions.append(Instruction(f"{ASM if is_asm else ''}{code[1].strip()}", lines))
+            function.instructions.append(Instruction(f"{ASM if is_asm else ''}{code[1].strip()}", lines))
     return functions
-
-
-ASM = "asm: "  # in front of an instruction that was written as inline assembly
-STORE = re.compile(r"(global|flat|buffer)_store|(global|flat|buffer)_atomic")
-LOAD = re.compile(r"(global|flat|buffer)_load")
-
-
-def is_drain(instruction: Instruction) -> bool:
-    """Waits for everything in flight of this wave."""
-    return bool(re.match(r"(asm: )?s_waitcnt\b.*\bvmcnt\(0\)", instruction.text))
-
-
-def ordered_events(instructions: list[Instruction]) -> list[Event]:
-    """A release is buffer_wbl2 (to the system: sc0 sc1), a wait for it, and the store; an acquire is the load, a wait,
-    and buffer_inv. All parts come from one call into arch/."""
-    events = []
-    write_back: Instruction | None = None  # the last one with no store behind it
-    has_drained = False  # a wait since then
-    drains: set[tuple[str, ...]] = set()  # the sites of waits with no load or store behind them
-    load: Event | None = None  # an ordered load that no buffer_inv has made an acquire yet
-    load_site: tuple[str, ...] = ()
-    for now in instructions:
-        text = now.text
-        is_system = text.endswith("sc0 sc1")
-        is_released = write_back is not None and has_drained and write_back.site == now.site
-        is_drained = now.site in drains
-        if STORE.match(text) or LOAD.match(text):
-            drains = set()
-        if STORE.match(text):
-            write_back = None
-
-        if text == "buffer_wbl2 sc0 sc1":
-            write_back, has_drained = now, False
-        elif is_drain(now):
-            drains.add(now.site)
-            has_drained = True
-        elif re.match(r"global_store_dword(x2)? ", text) and is_system:
-            if is_released:
-                events.append(Event(RELEASE_STORE, now.lines))
-        elif re.match(r"global_atomic_cmpswap_x2 .*\bsc1", text):
-            if is_released:
-                events.append(Event(COMPARE_EXCHANGE, now.lines))
-        elif re.match(r"global_atomic_add", text):
-            events.append(Event(FETCH_ADD, now.lines))
-        elif re.match(r"global_load_dword(x2)? ", text) and is_system:
-            load = Event(LOAD_AFTER_READS if is_drained else ACQUIRE_LOAD, now.lines)
-            load_site = now.site
-        elif text == "buffer_inv sc0 sc1":
-            if load and load_site == now.site:
-                events.append(load)
-            load = None
-        elif text == "s_barrier":
-            events.append(Event(PUBLISH_BARRIER if is_drained else BARRIER, now.lines))
-    return events
-
-
-def lint(instructions: list[Instruction], csrc: Path = CSRC) -> list[str]:
-    """The three hazards in the head of csrc/arch/hip.h, and scratch memory. It reads from top to bottom and follows no
-    branch: a clean result is necessary, not sufficient."""
-    findings = []
-    write_back: Instruction | None = None
-    store: Instruction | None = None
-    for now in instructions:
-        text = now.text.removeprefix(ASM)
-        if is_drain(now):
-            write_back = store = None
-        elif text == "buffer_wbl2 sc0 sc1":
-            write_back = now
-        elif STORE.match(text):
-            if now.text.startswith(ASM):
-                findings.append(
-                    f"hazard 2: a store in inline assembly, which no compiler waits for, at {now.lines}: {text}"
-                )
-            if write_back and re.search(r"\bsc1\b", text):
-                findings.append(
-                    f"hazard 1: a flag is stored before the write-back has completed, at {now.lines}: {text}"
-                )
-            store = now
-        elif text == "s_barrier" and store and is_publish_done(now, csrc):
-            findings.append(
-                f"hazard 3: stores are in flight at the barrier of publish_done, at {now.lines}: {store.text}"
-            )
-        elif re.match(r"scratch_|buffer_(load|store)", text):
-            findings.append(f"scratch memory at {now.lines}: {text}")
-    return findings
-
-
-def is_publish_done(instruction: Instruction, csrc: Path) -> bool:
-    source = (csrc / "arch/hip.h").read_text().splitlines()
-    first = next(i for i, line in enumerate(source, 1) if "void publish_done(" in line)
-    last = next(i for i, line in enumerate(source[first:], first + 1) if line.startswith("}"))
-    numbers = [int(line.partition(":")[2]) for line in instruction.lines if line.startswith("arch/hip.h:")]
-    return any(first <= number <= last for number in numbers)

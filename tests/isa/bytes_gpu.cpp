@@ -34,6 +34,7 @@ template <class T>
 void note(const T* at, int size) {
   was_misaligned |= reinterpret_cast<uint64_t>(at) % size != 0;
 }
+inline constexpr bool kUnaligned16 = false;
 Words16 load_16(const void* from) {
   note(from, 16);
   Words16 words;

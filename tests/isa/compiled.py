@@ -22,7 +22,8 @@ CSRC = ROOT / "csrc"
 # Kinds of ordered instructions: what a line of the contract (csrc/arch/contract.h) is to become.
 RELEASE_STORE = "release store"  # all earlier stores are visible to the system before it
 ACQUIRE_LOAD = "acquire load"  # no later load is served from what was cached before it
-LOAD_AFTER_READS = "load after reads"  # an acquire load that also waits for earlier loads
+LOAD_AFTER_READS = "load after reads"  # waits for earlier loads
+STORE_BEHIND = "store behind what came before"  # earlier loads, and stores that went past the caches
 COMPARE_EXCHANGE = "compare-exchange"  # of the system, release and acquire
 FETCH_ADD = "fetch-add"  # of the device
 BARRIER = "barrier"
@@ -64,7 +65,8 @@ class Kernel:
     events: list[Event] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)  # of the lint
     lines: frozenset[str] = frozenset()  # all that has become code
-    ordered: list[Instruction] = field(default_factory=list)  # NVIDIA: all that tests/isa/ordered.py asks about
+    ordered: list[Instruction] = field(default_factory=list)  # all that tests/isa/ordered.py asks about
+    counts: dict[str, int] = field(default_factory=dict)  # AMD: of registers by kind, and of instructions
     # What an intermediate language says that instructions do not: NVIDIA, how often each PTX instruction is there.
     ptx: Counter[str] = field(default_factory=Counter)
 

@@ -17,6 +17,7 @@ struct Words16 {
   uint32_t word[4];
 };
 bool was_misaligned = false;
+inline constexpr bool kUnaligned16 = false;
 Words16 load_16(const void* from) {
   was_misaligned |= reinterpret_cast<uint64_t>(from) % 16 != 0;
   Words16 words;

@@ -61,7 +61,7 @@ def compile_kernels(arch: str, source: Path, folder: Path, csrc: Path = CSRC) ->
         kernels[symbol].lines = frozenset(line for instruction in instructions for line in instruction.lines)
         has_multicast = any(name.startswith("multimem.") for name in kernels[symbol].ptx)
         kernels[symbol].events = [*ordered_events(instructions, has_multicast), *wide_events(instructions)]
-        kernels[symbol].ordered = [instruction for instruction in instructions if ordered.kind_of(instruction)]
+        kernels[symbol].ordered = [instruction for instruction in instructions if ordered.kind_on_nvidia(instruction)]
         kernels[symbol].findings = lint(instructions)
     return sorted(kernels.values(), key=lambda kernel: kernel.name)
 

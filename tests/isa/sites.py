@@ -18,6 +18,7 @@ from tests.isa.compiled import (
     PUBLISH_BARRIER,
     RELEASE_STORE,
     STORE_128,
+    STORE_BEHIND,
     Kernel,
     places,
 )
@@ -34,7 +35,8 @@ SIGNALS = rf"{REDUCES}|{BROADCASTS}"
 WAITS = rf"{REDUCES}|{GATHERS_QUERY}|{WAITS_KV}"
 EXCHANGES = rf"{SIGNALS}|{WAITS}"
 CHECKS_LINKS = r"LinkKernel"  # outside of rounds, with flags of its own
-NVIDIA = r"sm_"
+NVIDIA, AMD = r"sm_", r"gfx"
+ORDERED, PACKETS = rf"Kernel<\w+, kPu|Probe<|{BROADCASTS}", r"Kernel<\w+, kPacket"
 STORE_16_TO_ALL, STORE_FLAG_TO_ALL = "multimem.st.relaxed.sys.global.v4.f32", "multimem.st.release.sys.global.u64"
 
 
@@ -53,13 +55,21 @@ class Site:
         return bool(re.match(self.kernels, kernel.name) and re.match(self.archs, kernel.arch))
 
 
+def behind(step: str, path: str, text: str, kernels: str = EXCHANGES) -> tuple[Site, ...]:
+    """A store for which AMD needs no release."""
+    kinds = {NVIDIA: RELEASE_STORE, AMD: STORE_BEHIND}
+    return tuple(Site(step, kind, path, text, kernels, archs) for archs, kind in kinds.items())
+
+
 SITES = (
-    Site("enter: whoever sees this channel in a round sees the call, too",
-         RELEASE_STORE, "core/channel.h", "arch::store_release_sys(&mine_->in_flight, epoch_);", WAITS),
+    *behind("enter: whoever sees this channel in a round sees the call, too",
+            "core/channel.h", "arch::store_behind_sys(&mine_->in_flight, epoch_);", WAITS),
     Site("signal: the stores of all threads are in the peer's memory ...",
          PUBLISH_BARRIER, "core/channel.h", "arch::publish_done(cta_);", rf"{PUSHES}|{PULLS}"),
     Site("signal: ... before the flag",
-         RELEASE_STORE, "core/channel.h", "arch::signal_flag(flag_at(peer, symm_.rank)", SIGNALS),
+         RELEASE_STORE, "core/channel.h", "arch::signal_flag(flag_at(peer, symm_.rank)", ORDERED),
+    *behind("signal: what earlier rounds have read has been read before the flag",
+            "core/channel.h", "arch::signal_flag_behind(flag_at(peer, symm_.rank)", PACKETS),
     Site("publish to all: a row, by one store",
          MULTICAST_STORE, "core/broadcast.h", "stores_.copy_multicast(threads,", rf"{COPIES_QUERY}|{STARTS_KV}", NVIDIA,
          STORE_16_TO_ALL),
@@ -72,15 +82,15 @@ SITES = (
     Site("signal to all: ... before the flags, by one store",
          RELEASE_STORE, "core/channel.h", "arch::multicast_flag(flag, expected_flag());", BROADCASTS, NVIDIA, STORE_FLAG_TO_ALL),
     Site("wait: what the flag announces is read after the flag",
-         ACQUIRE_LOAD, "core/channel.h", "return arch::load_acquire_sys(&flag->value) == channel.expected_flag();", WAITS),
+         ACQUIRE_LOAD, "core/channel.h", "return arch::load_acquire_if_sys(&flag->value, ", WAITS),
     Site("wait for all of the query: it was stored to another address than the one that is read",
          ALIAS_FENCE, "ops/query_gather.cc", "arch::broadcast_arrived(", GATHERS_QUERY, NVIDIA, "fence.proxy.alias"),
     Site("wait for all of the chunk: it was stored to another address than the one that is read",
          ALIAS_FENCE, "ops/kv_gather.cc", "arch::broadcast_arrived(", WAITS_KV, NVIDIA, "fence.proxy.alias"),
-    Site("release: all reads of the peer's buffer are over",
-         RELEASE_STORE, "core/channel.h", "arch::store_release_sys(&flag->released, epoch);", rf"{PULLS}|{WAITS_KV}"),
+    *behind("release: all reads of the peer's buffer are over",
+            "core/channel.h", "arch::store_behind_sys(&flag->released, epoch);", rf"{PULLS}|{WAITS_KV}"),
     Site("acquire: the buffer is written after its last reader has said so",
-         ACQUIRE_LOAD, "core/channel.h", "return arch::load_acquire_sys(&flag->released) >= epoch;",
+         ACQUIRE_LOAD, "core/channel.h", "return arch::load_acquire_if_sys(&flag->released, ",
          rf"Kernel<\w+, kPull>|{STARTS_KV}"),
     Site("confirm: poison is read after the payload",
          LOAD_AFTER_READS, "core/channel.h", "arch::load_after_reads_sys(own_poison(", rf"{PULLS}|{WAITS_KV}"),
@@ -97,7 +107,7 @@ SITES = (
     Site("links: ... before the flag",
          RELEASE_STORE, "ops/link_check.cc", "arch::store_release_sys(&slot->line.value, p.nonce);", CHECKS_LINKS),
     Site("links: the pattern is read after the flag",
-         ACQUIRE_LOAD, "ops/link_check.cc", "return arch::load_acquire_sys(word) == nonce;", CHECKS_LINKS),
+         ACQUIRE_LOAD, "ops/link_check.cc", "return arch::load_acquire_if_sys(word, ", CHECKS_LINKS),
     Site("links: the echo comes after the last read of the pattern",
          RELEASE_STORE, "ops/link_check.cc", "arch::store_release_sys(&mine->line.released, p_.nonce);", CHECKS_LINKS),
     Site("links: who sees the nonce of a result sees the result",
@@ -123,10 +133,10 @@ LINES, PACKETS_16 = r"Kernel<\w+, kPacket128>", r"Kernel<\w+, kPacket16>"
 
 
 def wide(
-    step: str, path: str, text: str, kernels: str, at_least: int = 1, kinds: str = "load store"
+    step: str, path: str, text: str, kernels: str, at_least: int = 1, kinds: str = "load store", archs: str = NVIDIA
 ) -> tuple[Site, ...]:
     each = {"load": LOAD_128, "store": STORE_128}
-    return tuple(Site(step, each[kind], path, text, kernels, NVIDIA, at_least=at_least) for kind in kinds.split())
+    return tuple(Site(step, each[kind], path, text, kernels, archs, at_least=at_least) for kind in kinds.split())
 
 
 SITES += (
@@ -144,6 +154,8 @@ SITES += (
     *wide("publish: packets of 16", "arch/cuda.h", "store_relaxed_16(packet, words);", PACKETS_16, 1, "store"),
     *wide("receive: packets of 16", "arch/cuda.h", "const Words16 words = load_relaxed_16(packet);", PACKETS_16, 1, "load"),
     *wide("reduce: rows of all shards", "core/tile.h", "Vec::load(source + v * Vec::kElements)", MERGES, 1, "load"),
+    *wide("reduce: rows of four shards at once", "core/tile.h", "weighted_sum_block<arch::kRowBlock, false>(", MERGES, 4, "load",
+          AMD),
     *wide("reduce: the output", "core/tile.h", "kStream ? sum[v].stream(to) : sum[v].store(to);", MERGES, 1, "store"),
     *wide("publish to all: a row, by multicast", "core/broadcast.h", "stores_.copy_multicast(threads,",
           rf"{COPIES_QUERY}|{STARTS_KV}", 4),

@@ -118,6 +118,14 @@ TWO_LOADS = """const uint2* halves = static_cast<const uint2*>(from);
   asm volatile("" ::: "memory");
   const uint2 high = halves[1];
   const uint4 v = make_uint4(low.x, low.y, high.x, high.y);"""
+RELEASE_HALF_WAITED = """__builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
+  if (__builtin_amdgcn_workitem_id_x() < 3) drain_stores();"""
+PUBLISH_IN_A_LOOP = """drain_stores();
+  for (int i = 0; i < int(__builtin_amdgcn_workgroup_id_x()); ++i) {
+    cta.sync();
+    static __attribute__((address_space(1))) int* volatile somewhere;
+    *somewhere = i;
+  }"""
 BREAKS = {
     # arch, file, what is there, what is put in its place, part of a finding
     "cuda: the release store is a relaxed one":
@@ -135,7 +143,7 @@ BREAKS = {
         ("sm_90a", "arch/cuda.h", "const uint4 v = *static_cast<const uint4*>(from);",
          "const uint4 v = __ldg(static_cast<const uint4*>(from));", "a load past coherence"),
     "cuda: an array that is indexed at run time":
-        ("sm_90a", "core/symm.h", "return reinterpret_cast<T*>(symm.bases[peer] + offset);", ARRAY, "bytes of local memory"),
+        ("sm_90a", "core/symm.h", "return arch::pointer_to<T>(arch::load_constant(symm.bases + peer) + offset);", ARRAY, "bytes of local memory"),
     "cuda: too few registers":
         ("sm_90a", "arch/cuda.h", "__launch_bounds__(kNumThreads, 1)", "__launch_bounds__(kNumThreads, 4)", " spilled, "),
     "hip: the release store is a relaxed one":
@@ -150,10 +158,49 @@ BREAKS = {
     "hip: no drain before the barrier":
         ("gfx942", "arch/hip.h", "drain_stores();\n  cta.sync();", "cta.sync();", "hazard 3"),
     "hip: poison is read without a wait":
-        ("gfx942", "arch/hip.h", "drain_stores();\n  return load_acquire_sys(word);", "return load_acquire_sys(word);",
+        ("gfx942", "arch/hip.h", "drain_stores();\n  return load_relaxed_sys(word);", "return load_relaxed_sys(word);",
          "no load after reads"),
+    "hip: nothing waits for what comes before a store":
+        ("gfx942", "arch/hip.h", "drain_stores();\n  store_relaxed_sys(word, value);", "store_relaxed_sys(word, value);",
+         "reads of the peer's buffer are over: no store behind"),
+    "hip: a wait on one way only":
+        ("gfx942", "arch/hip.h", "drain_stores();\n  cta.sync();", "if (cta.thread_rank() < 256) drain_stores();\n  cta.sync();",
+         "hazard 3"),
+    "hip: a write-back that one way only waits for":
+        ("gfx942", "arch/hip.h", '__builtin_amdgcn_fence(__ATOMIC_RELEASE, "");\n  drain_stores();', RELEASE_HALF_WAITED,
+         "hazard 1"),
+    "hip: stores of the next turn, with the wait before the loop":
+        ("gfx942", "arch/hip.h", "drain_stores();\n  cta.sync();", PUBLISH_IN_A_LOOP, "hazard 3"),
+    "hip: a flag that was found orders nothing":
+        ("gfx942", "arch/hip.h", 'if (is(value)) __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "");', "(void)is;",
+         "wait: what the flag announces is read after the flag: no acquire load"),
+    "hip: an acquire of the device only":
+        ("gfx942", "arch/hip.h", 'if (is(value)) __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "");',
+         'if (is(value)) __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent");',
+         "wait: what the flag announces is read after the flag: no acquire load"),
+    "hip: a flag that is stored for this device only":
+        ("gfx942", "arch/hip.h", "__hip_atomic_store(global(word), value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM)",
+         "__hip_atomic_store(global(word), value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT)", "that others may not see"),
+    "hip: a flag that goes past order":
+        ("gfx942", "arch/hip.h", "__hip_atomic_store(global(word), value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM)",
+         "__builtin_nontemporal_store(value, global(word))", "that others may not see"),
+    "hip: a flag that is looked at in a cache":
+        ("gfx942", "arch/hip.h", "return __hip_atomic_load(global(word), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);",
+         "return *global(word);", "that others may not see"),
+    "hip: generic addresses":
+        ("gfx942", "arch/hip.h", "return (T*)(Global<T>*)address;", "return (T*)address;", "flat memory"),
+    "hip: a write-back at each row":
+        ("gfx942", "core/tile.h", "kStream ? sum[v].stream(to) : sum[v].store(to);",
+         "kStream ? sum[v].stream(to) : sum[v].store(to); arch::store_release_sys(reinterpret_cast<uint32_t*>(to), 0u);",
+         "a write-back of the L2 that no list names, at core/tile.h"),
+    "hip: an invalidation at each look":
+        ("gfx942", "core/wait.h", "if (awaited.leads()) {", "arch::load_acquire_sys(&state_->call); if (awaited.leads()) {",
+         "an invalidation of the L2 that no list names, at core/wait.h"),
+    "hip: rows that are loaded one after the other":
+        ("gfx942", "arch/hip.h", '#define DCP_UNROLL_LOADS _Pragma("unroll 4")', '#define DCP_UNROLL_LOADS _Pragma("unroll 1")',
+         "reduce: rows of four shards at once: 1 load of 16 bytes and not 4"),
     "hip: an array that is indexed at run time":
-        ("gfx942", "core/symm.h", "return reinterpret_cast<T*>(symm.bases[peer] + offset);", ARRAY, "bytes of local memory"),
+        ("gfx942", "core/symm.h", "return arch::pointer_to<T>(arch::load_constant(symm.bases + peer) + offset);", ARRAY, "bytes of local memory"),
     "hip: too few registers":
         ("gfx942", "arch/hip.h", "__attribute__((global)) ", "__attribute__((global)) __attribute__((amdgpu_num_vgpr(16))) ",
          " spilled, "),
@@ -232,35 +279,14 @@ def test_a_broken_line_is_found(case: str, tmp_path: Path) -> None:
     assert any(finding in text for text in found), found
 
 
-# -- the readers, on text: what the compilers here do not happen to emit
-
-
-def instructions(*texts: str, line: str = "core/channel.h:1") -> list[Instruction]:
-    return [Instruction(text, (line,)) for text in texts]
-
-
-@pytest.mark.parametrize(
-    ("texts", "hazard"),
-    [
-        (("buffer_wbl2 sc0 sc1", "global_store_dwordx2 v[0:1], v[2:3], off sc0 sc1"), "hazard 1"),
-        (("asm: global_store_dwordx4 v[0:1], v[2:5], off",), "hazard 2"),
-        (("scratch_store_dword off, v0, s32",), "scratch memory"),
-        (("buffer_wbl2 sc0 sc1", "s_waitcnt vmcnt(0)", "global_store_dwordx2 v[0:1], v[2:3], off sc0 sc1"), None),
-        (("global_store_dword v[0:1], v2, off", "s_barrier"), None),  # not the barrier of publish_done
-    ],
-)
-def test_lint_of_amd(texts: tuple[str, ...], hazard: str | None) -> None:
-    found = amd.lint(instructions(*texts))
-    assert [text.split(":")[0].split(" at ")[0] for text in found] == ([hazard] if hazard else [])
+# -- the reader, on text: what the compiler here does not happen to emit
 
 
 def test_parts_of_two_calls_are_no_release() -> None:
-    """A wait and a write-back that another line asked for do not count."""
-    other = instructions("buffer_wbl2 sc0 sc1", "s_waitcnt vmcnt(0)", line="core/channel.h:2")
-    store = instructions("global_store_dwordx2 v[0:1], v[2:3], off sc0 sc1")
-    assert amd.ordered_events(other + store) == []
-    fence = instructions("MEMBAR.ALL.SYS", line="core/channel.h:2")
-    assert nvidia.ordered_events(fence + instructions("STG.E.64.STRONG.SYS desc[UR4][R2.64], R4")) == []
+    """A fence that another line asked for does not count."""
+    fence, store = (Instruction(text, (line,)) for text, line in (
+        ("MEMBAR.ALL.SYS", "core/channel.h:2"), ("STG.E.64.STRONG.SYS desc[UR4][R2.64], R4", "core/channel.h:1")))  # fmt: skip
+    assert nvidia.ordered_events([fence, store]) == []
 
 
 # -- what both vendors share, run on the host

@@ -42,6 +42,7 @@ template <class T>
 void note(const T* at, int size) {
   if (reinterpret_cast<uint64_t>(at) % size != 0) was_misaligned = true;
 }
+inline constexpr bool kUnaligned16 = false;
 inline Words16 load_16(const void* from) {
   note(from, 16);
   ++num_loads_16;
@@ -69,6 +70,10 @@ inline void store_multicast(void*, const Words16&) {}
 template <class T>
 T load_global(const T* from) {
   note(from, alignof(T));
+  return *from;
+}
+template <class T>
+T load_constant(const T* from) {
   return *from;
 }
 template <class T>
