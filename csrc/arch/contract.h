@@ -6,10 +6,9 @@
 //             inlines it too, because a reference to a local would need local memory). DCP_DECL: a
 //             declaration of either. DCP_NO_UNROLL: before a loop that seldom runs more than once a thread.
 //             DCP_UNROLL_LOADS: before one whose loads are better in flight together
-//   memory    pointer_to<T>(address): of global memory, where the compiler has lost sight of that: the
-//   address
-//             was a number, or has been in memory. load_constant(p): of what nobody writes while a kernel
-//             runs
+//   memory    pointer_to<T>(address), pointer_to(p): into global memory, where the compiler may have lost
+//             sight of that: the address was a number, or has been in memory
+//             load_constant(p): of what nobody writes while a kernel runs
 //   threads   Cta {index, thread_rank, size, sync, broadcast, shared<S>}
 //             Lanes<N> {rank, size, group, num_groups, sync, broadcast, kMaxGroups}: groups of up to N
 //             threads; Lanes<1>: each thread by itself

@@ -405,7 +405,7 @@ DCP_FN void sleep_ns(uint32_t ns) { __nanosleep(ns); }
 // ---- for gpu_numbers.h and gpu_bytes.h
 
 // 16 bytes at a 16-byte boundary of global memory, in one instruction.
-inline constexpr bool kUnaligned16 = false;
+inline constexpr bool kUnaligned16 = false, kLoadsWaitForStores = false;
 DCP_FN Words16 load_16(const void* from) {
   __builtin_assume(__isGlobal(from));
   const uint4 v = *static_cast<const uint4*>(from);

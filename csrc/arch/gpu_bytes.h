@@ -200,6 +200,7 @@ class PeerStores {
     DCP_FN void each(const F& f) const {
       f(to);
     }
+    static DCP_FN void store(void* at, const Words16& words) { store_16(at, words); }
   };
   struct AllByMulticast {
     char* to;
@@ -241,8 +242,13 @@ class PeerStores {
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) store_16(to + at + i * step, words[i]);
     }
+    if constexpr (kLoadsWaitForStores) {
+      copy_units<kInFlight>(OnePlace{to}, from, at, step, num_bytes,
+                            [](const char* p) { return load_16(p); });
+    } else {
 #pragma unroll 1
-    for (; at < num_bytes; at += step) store_16(to + at, load_16(from + at));
+      for (; at < num_bytes; at += step) store_16(to + at, load_16(from + at));
+    }
   }
 
   // A row, of which a thread has a few units at most.
@@ -257,9 +263,14 @@ class PeerStores {
   template <int kInFlight, class Threads, class To, class Load>
   static DCP_FN void copy_row(const Threads& threads, const To& to, const char* from, int64_t num_bytes,
                               const Load& load) {
-    const int64_t step = threads.size() * 16;
+    copy_units<kInFlight>(to, from, rank_among(threads) * 16, threads.size() * 16, num_bytes, load);
+  }
+  // This thread's units of a row: those at `at`, at + step, ...
+  template <int kInFlight, class To, class Load>
+  static DCP_FN void copy_units(const To& to, const char* from, int64_t at, int64_t step, int64_t num_bytes,
+                                const Load& load) {
 #pragma unroll 1
-    for (int64_t at = rank_among(threads) * 16; at < num_bytes; at += kInFlight * step) {
+    for (; at < num_bytes; at += kInFlight * step) {
       Words16 words[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {

@@ -1,6 +1,6 @@
 // Both GPU targets: arithmetic. All of it is IEEE operations in a stated order, with no approximate function
 // and no library: the same bits on both, and tests/isa runs it on the host. The target's header comes first
-// and brings half_to_float, pack_half, pack_bfloat16, load_16 and store_16.
+// and brings half_to_float, pack_half, pack_bfloat16, load_16 and store_16, and kUnaligned16.
 #pragma once
 
 namespace dcp::DCP_NS::arch {
@@ -17,6 +17,14 @@ DCP_FN To bit_cast(const From& from) {
 
 DCP_FN float abs(float x) { return __builtin_fabsf(x); }
 DCP_FN float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+// The bits of the nearest bfloat16, ties to even, in the low half, for a target that has no instruction for
+// it. A NaN stays one: its significand may be all in the half that goes.
+DCP_FN uint32_t round_bfloat16(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1), quiet = bits | 0x400000;
+  return (x == x ? rounded : quiet) >> 16;
+}
 
 // 2^x for x <= 0: the CPU's algorithm and its bits (cpu_vec.h has the derivation). Relative error below
 // 1.35 x 2^-24 down to 2^-126, and gradual underflow below.

@@ -52,7 +52,7 @@ DCP_FN T* pointer_to(uint64_t address) {
   return (T*)(Global<T>*)address;
 }
 template <class T>
-DCP_FN T* pointer_to(const void* p) {
+DCP_FN T* pointer_to(T* p) {
   return pointer_to<T>(reinterpret_cast<uint64_t>(p));
 }
 // What nobody writes while a kernel runs. Where all lanes load the same, that is a scalar load, and no
@@ -100,7 +100,9 @@ class Cta {
 };
 
 // The CTA's threads in groups of N that can shuffle: parts of a wave of 64, which runs in step, or each
-// thread by itself.
+// thread by itself. The halves of a wave may go different ways: one after the other then, each with its own
+// lanes alone. So a half reads lanes of its own only (those of the other would read as 0), shared memory of
+// its own only, and never waits for what the other half is yet to do: that would be for ever.
 template <int N>
 class Lanes {
  public:
@@ -118,7 +120,7 @@ class Lanes {
     __builtin_amdgcn_wave_barrier();
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
   }
-  // The value that lane 0 holds; also a sync. The other half of the wave may be elsewhere: it is not read.
+  // The value that lane 0 holds; also a sync.
   DCP_FN int broadcast(int value) const {
     if constexpr (N == 1) return value;
     sync();
@@ -314,6 +316,9 @@ using Words4 = uint32_t __attribute__((ext_vector_type(4), aligned(1)));
 // Whether load_16 and store_16 take any address: they do, since the driver runs all kernels in this mode, and
 // the compiler counts on that too.
 inline constexpr bool kUnaligned16 = true;
+// Loads and stores are counted as one: who waits for a load waits for all stores before it, to peers too. So
+// as many loads as possible go before the first store, where the end of a row is short too.
+inline constexpr bool kLoadsWaitForStores = true;
 // 16 bytes of global memory, in one instruction.
 DCP_FN Words16 load_16(const void* from) {
   const Words4 v = *global(static_cast<const Words4*>(from));
@@ -331,26 +336,40 @@ DCP_FN Words16 load_8(const void* from) {
 DCP_FN void store_8(void* to, const Words16& words) {
   *global(static_cast<Words2*>(to)) = {words.word[0], words.word[1]};
 }
+// clang before 20 copies no class from or to an address space: Half and its like go as what they hold.
 template <class T>
 DCP_FN T load_global(const T* from) {
-  return *global(from);
+  if constexpr (__is_class(T)) {
+    return __builtin_bit_cast(T, *global(&from->bits));
+  } else {
+    return *global(from);
+  }
 }
 template <class T>
 DCP_FN void store_global(T* to, T value) {
-  *global(to) = value;
+  if constexpr (__is_class(T)) {
+    *global(&to->bits) = value.bits;
+  } else {
+    *global(to) = value;
+  }
 }
 
 DCP_FN float half_to_float(uint16_t bits) { return float(__builtin_bit_cast(_Float16, bits)); }
 // Two numbers, rounded to nearest even, as they lie in memory: `low` first. For bf16 gfx950 has an
-// instruction; for gfx942 the compiler writes the rounding out.
+// instruction. For gfx942 the rounding is written out (gpu_numbers.h): compilers before LLVM 19 have none.
 using Floats2 = float __attribute__((ext_vector_type(2)));
 DCP_FN uint32_t pack_half(float low, float high) {
   using Halves2 = _Float16 __attribute__((ext_vector_type(2)));
   return __builtin_bit_cast(uint32_t, __builtin_convertvector(Floats2{low, high}, Halves2));
 }
+DCP_FN uint32_t round_bfloat16(float x);
 DCP_FN uint32_t pack_bfloat16(float low, float high) {
+#if defined(__gfx950__)
   using BFloats2 = __bf16 __attribute__((ext_vector_type(2)));
   return __builtin_bit_cast(uint32_t, __builtin_convertvector(Floats2{low, high}, BFloats2));
+#else
+  return round_bfloat16(high) << 16 | round_bfloat16(low);
+#endif
 }
 
 }  // namespace dcp::DCP_NS::arch

@@ -80,9 +80,12 @@ class Channel {
 
   // Step `enter`: reads the epoch and says what this rank is about to do.
   DCP_FN Status enter() {
-    first_epoch_ = epoch_ = next_epoch(arch::load_acquire_sys(last_epoch()));
+    // One thread's acquire will do where others cost: all sync with it in `confirm`.
+    const bool leads = cta_.thread_rank() == 0;
+    const uint64_t last = arch::load_acquire_if_sys(last_epoch(), [&](uint64_t) { return leads; });
+    first_epoch_ = epoch_ = next_epoch(last);
     is_first_call_ = arch::load_relaxed_sys(&state_->num_calls) == 0;
-    if (cta_.thread_rank() == 0) {
+    if (leads) {
       arch::store_relaxed_sys(&state_->call, call_);
       // Peers look there for who waits for whom. A round that is only started waits for no signal.
       if (phase_ != Phase::kStart) arch::store_behind_sys(&mine_->in_flight, epoch_);

@@ -15,11 +15,11 @@ DCP_FN bool is_finite(float x) { return arch::abs(x) < __builtin_inff(); }
 DCP_FN float load_lse(const void* lse, DType dtype, int64_t index) {
   switch (dtype) {
     case DType::kFloat16:
-      return arch::to_float(static_cast<const Half*>(lse)[index]);
+      return arch::to_float(arch::pointer_to(static_cast<const Half*>(lse))[index]);
     case DType::kBFloat16:
-      return arch::to_float(static_cast<const BFloat16*>(lse)[index]);
+      return arch::to_float(arch::pointer_to(static_cast<const BFloat16*>(lse))[index]);
     default:
-      return static_cast<const float*>(lse)[index];
+      return arch::pointer_to(static_cast<const float*>(lse))[index];
   }
 }
 

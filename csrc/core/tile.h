@@ -108,7 +108,7 @@ DCP_FN void weighted_sum_row(const Lanes& lanes, T* out, const T* const* sources
   for (int64_t d = vecs_end + lanes.rank(); d < num_elements; d += lanes.size()) {
     float sum = 0.0f;
     for (int s = 0; s < num_sources; ++s) {
-      sum = arch::fma(weights[s], arch::to_float(arch::pointer_to<const T>(sources[s])[d]), sum);
+      sum = arch::fma(weights[s], arch::to_float(arch::pointer_to(sources[s])[d]), sum);
     }
     out[d] = arch::from_float<T>(sum);
   }

@@ -150,7 +150,8 @@ DCP_FN PayloadPlace payload_place(const Params& p, const Round& round) {
             int64_t(p.symm.num_ranks) * p.num_local_heads * p.head_dim, p.head_dim};
   }
   const uint64_t first = reinterpret_cast<uint64_t>(own_head<T>(p, round.first_row, 0));
-  return {first - p.symm.bases[p.symm.rank], p.partial_out_token_stride, p.partial_out_head_stride};
+  return {first - arch::load_constant(p.symm.bases + p.symm.rank), p.partial_out_token_stride,
+          p.partial_out_head_stride};
 }
 
 // Step `receive`: unpacks this channel's rows. A packet that does not come ends it, with kFaulted.
@@ -208,7 +209,7 @@ DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round
       } else if (s == rank) {
         weight[s][h] = own_lse(p, tile.token, own_first_head + h, own_is_empty, num_nonfinite);
       } else {
-        weight[s][h] = staged[h];
+        weight[s][h] = arch::pointer_to(staged)[h];
       }
     }
   }

@@ -58,6 +58,36 @@ def compile_kernels(arch: str, source: Path, folder: Path, csrc: Path = CSRC) ->
     return read_kernels(arch, Path(f"{base}.s").read_text(), csrc)
 
 
+# LLVM as Triton has it, newer than that of a clang. In a process of its own: LLVM ends it where it gives up.
+BY_TRITON = """
+import sys
+from triton.backends.amd import compiler
+arch, source, to = sys.argv[1:]
+triple = compiler.get_amd_codegen_target_triple(arch)
+text = open(source).read().replace("amdgcn-amd-amdhsa", triple)
+made = compiler.compile_amdgpu(text, triple, arch, "", flags=compiler.get_llvm_flags(arch), enable_fp_fusion=False,
+                               disable_optimization=False, canonicalize_gep=False, disabled_passes="", dump_ir=False,
+                               enable_timing=False)
+open(to, "w").write(made)
+"""
+
+
+def require_triton() -> None:
+    if not importlib.util.find_spec("triton"):
+        raise ToolMissing(f"triton: no wheel in {sys.prefix}")
+
+
+def compile_kernels_by_triton(arch: str, source: Path, folder: Path, csrc: Path = CSRC) -> list[Kernel]:
+    """clang up to its intermediate language, and from there on Triton's LLVM."""
+    require_triton()
+    clang, _ = tools()
+    base = folder / f"{source.stem}.{arch}"
+    emit = ["--no-gpu-bundle-output", "-emit-llvm", "-S", "-o", f"{base}.ll"]
+    run_tool([*clang, *FLAGS, f"--offload-arch={arch}", *emit, str(source)], csrc)
+    run_tool([sys.executable, "-c", BY_TRITON, arch, f"{base}.ll", f"{base}.triton.s"], csrc)
+    return read_kernels(arch, Path(f"{base}.triton.s").read_text(), csrc)
+
+
 def read_kernels(arch: str, assembly: str, csrc: Path = CSRC) -> list[Kernel]:
     kernels = read_resources(arch, assembly, csrc)
     for symbol, function in read_assembly(assembly, csrc).items():

@@ -34,7 +34,7 @@ template <class T>
 void note(const T* at, int size) {
   was_misaligned |= reinterpret_cast<uint64_t>(at) % size != 0;
 }
-inline constexpr bool kUnaligned16 = false;
+inline constexpr bool kUnaligned16 = false, kLoadsWaitForStores = false;
 Words16 load_16(const void* from) {
   note(from, 16);
   Words16 words;
@@ -59,6 +59,10 @@ void store_8(void* to, const Words16& words) {
 void store_multicast(void* to, const Words16& words) {
   store_16(to, words);
   ++num_multicast;
+}
+template <class T>
+T load_constant(const T* from) {
+  return *from;
 }
 template <class T>
 T load_global(const T* from) {

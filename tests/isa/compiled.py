@@ -148,6 +148,24 @@ def rows_of(kernels: list[Kernel]) -> list[tuple[object, ...]]:
     ]  # fmt: skip
 
 
+AMD_COLUMNS = ("arch", "kernel", "VGPR", "AGPR", "SGPR", "in lanes", "LDS", "scratch", "waves", "waits", "write-backs",
+               "invalidations", "release", "behind", "acquire", "atomics", "barriers", "loads 128", "stores 128")  # fmt: skip
+
+
+def amd_rows_of(kernels: list[Kernel]) -> list[tuple[object, ...]]:
+    """The same for AMD_COLUMNS."""
+    return [
+        (
+            k.arch, k.name, *(k.counts[what] for what in ("VGPR", "AGPR", "SGPR", "in lanes")), k.shared_bytes,
+            k.local_bytes, *(k.counts[what] for what in ("waves", "waits", "write-backs", "invalidations")),
+            k.count(RELEASE_STORE), k.count(STORE_BEHIND), k.count(ACQUIRE_LOAD, LOAD_AFTER_READS),
+            k.count(COMPARE_EXCHANGE, FETCH_ADD), k.count(BARRIER, PUBLISH_BARRIER), k.count(LOAD_128),
+            k.count(STORE_128),
+        )
+        for k in kernels
+    ]  # fmt: skip
+
+
 def table(kernels: list[Kernel]) -> str:
     rows = [COLUMNS, *rows_of(kernels)]
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(COLUMNS))]

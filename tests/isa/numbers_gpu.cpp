@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <initializer_list>
 
 #define DCP_NS cpu
 #define DCP_FN inline
@@ -93,6 +94,16 @@ int main() {
     check(error < 1.6, "log2", x);
   }
   check(gpu::arch::log2(1.0f) == 0.0f && gpu::arch::log2(0x1p-126f) == -126.0f, "log2", 1);
+  // Around every bfloat16, and every NaN of one significant bit: as the CPU target does, which torch is
+  // compared with.
+  for (uint32_t high = 0; high < 0x10000; ++high) {
+    for (const uint32_t low : {0u, 1u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
+      const float x = gpu::arch::bit_cast<float>(high << 16 | low);
+      const uint32_t rounded = gpu::arch::round_bfloat16(x);
+      const bool is_nan = (rounded & 0x7f80) == 0x7f80 && (rounded & 0x7f) != 0;
+      check(x != x ? is_nan : rounded == cpu::arch::float_to_bfloat16(x), "bfloat16", x);
+    }
+  }
   check_rows<float>("float");
   check_rows<Half>("Half");
   check_rows<BFloat16>("BFloat16");

@@ -25,7 +25,7 @@ ALIAS_FENCES: tuple[set[str], set[str]] = {FENCE, INVALIDATE}, set()
 
 LINES = (
     # epochs and flags: sites.py says which of these order what
-    ("core/channel.h", "next_epoch(arch::load_acquire_sys(last_epoch()))", ACQUIRE_LOADS),
+    ("core/channel.h", "arch::load_acquire_if_sys(last_epoch(), ", ACQUIRE_LOADS),
     ("core/channel.h", "arch::store_behind_sys(&state_->waited_epoch, epoch_);", STORES_BEHIND),
     ("ops/kv_gather.cc", "Status status = channel.enter();", ACQUIRE_LOADS),  # the same: on sm_100a it bears this line
     ("core/channel.h", "arch::store_behind_sys(&mine_->in_flight,", STORES_BEHIND),

@@ -42,7 +42,7 @@ template <class T>
 void note(const T* at, int size) {
   if (reinterpret_cast<uint64_t>(at) % size != 0) was_misaligned = true;
 }
-inline constexpr bool kUnaligned16 = false;
+inline constexpr bool kUnaligned16 = false, kLoadsWaitForStores = false;
 inline Words16 load_16(const void* from) {
   note(from, 16);
   ++num_loads_16;
