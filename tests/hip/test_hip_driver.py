@@ -1,5 +1,6 @@
 """The layer over the runtime: its texts, and when it asks whom."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from dcpkernels.heap import hip_errors, hip_library
 from dcpkernels.heap.gpu_driver import FD, NONE
 from dcpkernels.heap.hip_driver import Driver
 from dcpkernels.heap.hip_errors import call_error
-from tests.fake_gpu.heap_calls import outcome
+from tests.fake_gpu.heap_calls import outcome, read
 from tests.hip.bindings import real
 from tests.hip.fake_hip import FakeHip
 
@@ -151,6 +152,23 @@ def test_memory_by_handles_is_uncached_and_leaves_the_process_only_when_it_may(k
         else:
             assert "hipMemExportToShareableHandle" in outcome(lambda: driver.export_fd(handle))[1]
         driver.release(handle)
+    driver.close()
+    assert set(fake.live().values()) == {0}
+
+
+def test_copies_are_done_when_they_return():
+    fake = FakeHip()
+    driver = Driver(fake, 1)
+    driver.open()
+    with driver.current():
+        address, host = driver.allocate(4096), ctypes.create_string_buffer(b"abcd", 4)
+        driver.zero(address, 4096)
+        assert read(address, 4096) == bytes(4096)
+        driver.copy_to_device(address + 1, ctypes.addressof(host), 4)
+        assert read(address, 6) == b"\0abcd\0"
+        driver.copy_from_device(ctypes.addressof(host), address, 4)
+        assert host.raw == b"\0abc"
+        driver.free(address)
     driver.close()
     assert set(fake.live().values()) == {0}
 
