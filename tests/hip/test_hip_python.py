@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import tests.hip.bindings  # noqa: F401  skips this file, or fails, where there is no hip-python
 from dcpkernels.errors import DcpUnsupported
 from dcpkernels.heap import hip_driver, hip_library
-
-pytest.importorskip("hip")
+from tests.cuda.built import ROOT, need
 
 FUNCTIONS = set(re.findall(r'_(?:call|result)\("(hip\w+)"', Path(hip_driver.__file__).read_text()))
 
@@ -94,8 +94,7 @@ hipStreamDestroy 0x88
 def stub(tmp_path_factory):
     """Runs code in a process in which hip-python finds the stub library; returns (standard error, the calls)."""
     compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
+    need(compiler, "needs a C compiler")
     folder = tmp_path_factory.mktemp("stub")
     (folder / "lib").mkdir()
     source = Path(__file__).with_name("stub_hip.c")
@@ -167,6 +166,14 @@ def test_peer_access_that_is_there_is_no_error(stub):
 def test_an_old_runtime_is_refused(stub):
     stderr, _ = stub(_ALL, version=60141134)
     assert "DcpUnsupported: the HIP runtime must be of version 6.2 or later (got 6.1.41134)" in stderr
+
+
+@pytest.mark.parametrize(("required", "outcome"), [("1", "ModuleNotFoundError"), ("0", "Skipped")])
+def test_without_hip_python_these_tests_fail_where_nothing_may_be_skipped(required, outcome):
+    code = "import sys; sys.modules['hip'] = None; import tests.hip.test_hip_python"
+    env = os.environ | {"DCPKERNELS_REQUIRE_ISA": required}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith(outcome)
 
 
 # ---- one runtime in a process
