@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from dcpkernels.errors import DcpUnsupported
 
 _LIBRARY = "libamdhip64.so"
-_GUIDE = "see 'Memory' in docs/targets/hip.md"
+_GUIDE = "see 'One runtime in a process' in docs/targets/hip.md"
+_finding_lock = threading.Lock()
 
 
 def load_api() -> Any:
@@ -21,25 +24,62 @@ def load_api() -> Any:
     except ImportError as error:
         text = f"hip-python must be installed (pip install 'dcpkernels[hip]') (got {type(error).__name__}: {error})"
         raise DcpUnsupported(text) from error
+    maps = Path("/proc/self/maps")
     try:
-        hip.hipRuntimeGetVersion()  # has hip-python load the library
+        with _finding(require_one(maps.read_text())):
+            hip.hipRuntimeGetVersion()  # has hip-python load the library, for as long as the process lives
     except RuntimeError as error:  # "failed to dlopen 'libamdhip64.so'"
         raise no_library(error) from error
-    return Api(hip, _exchange(require_one(Path("/proc/self/maps").read_text())))
+    return Api(hip, _exchange(require_one(maps.read_text())))
 
 
 def no_library(error: Exception) -> DcpUnsupported:
     return DcpUnsupported(
-        f"the HIP runtime must have what is asked of it (got {error}): {_LIBRARY} of ROCm 6.2 or later is looked for in "
-        "$ROCM_PATH/lib (else /opt/rocm/lib), and where there is none in LD_LIBRARY_PATH"
+        f"the HIP runtime must have what is asked of it (got {error}): {_LIBRARY} of ROCm 6.2 or later is what the process "
+        "has already (PyTorch brings one), else that of the package rocm_sdk, else looked for in $ROCM_PATH/lib "
+        "(else /opt/rocm/lib), and where there is none in LD_LIBRARY_PATH"
     )
+
+
+@contextlib.contextmanager
+def _finding(path: str) -> Iterator[None]:
+    """Has hip-python, which looks for its library at its first call, find the one at `path`, which is loaded already; ""
+    leaves it alone. Before 7.14 it has no place for that, and finds what it finds: see afterwards."""
+    try:
+        from rocm.bindings.util import paths
+    except ImportError:
+        path = ""
+    if not path:
+        yield
+        return
+    if _loaded(path) is None:  # by another name than it was loaded, a second one would come of it
+        raise DcpUnsupported(f"the HIP runtime of this process must be where it was loaded from (got {path}); {_GUIDE}")
+    with _finding_lock:
+        looks = paths.get_library_path
+
+        def get_library_path(name: str, *args: Any, **options: Any) -> bytes:
+            return os.fsencode(path) if name == "amdhip64" else looks(name, *args, **options)
+
+        paths.get_library_path = get_library_path
+        try:
+            yield
+        finally:
+            paths.get_library_path = looks
+
+
+def _loaded(path: str) -> ctypes.CDLL | None:
+    """The library that is there already, which is what RTLD_NOLOAD says: no second one can come of it."""
+    try:
+        return ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None
 
 
 def require_one(maps: str) -> str:
     """The path of the HIP library in a process whose /proc/self/maps is `maps`; "" when it is not there.
 
     Two of them know nothing of each other's memory, streams and current devices; and each looks as if it worked. It
-    happens: wheels of PyTorch bring a library, hip-python loads one by a path of its own. Raises DcpUnsupported then.
+    happens: wheels of PyTorch bring a library, and so does the package rocm_sdk. Raises DcpUnsupported then.
     """
     paths: dict[tuple[str, str], str] = {}  # by device and inode, for one file may have several names
     for line in maps.splitlines():
@@ -50,9 +90,9 @@ def require_one(maps: str) -> str:
         found = sorted(paths.values())
         torch_lib = next((os.path.dirname(path) for path in found if "/torch/lib/" in path), ".../torch/lib")
         raise DcpUnsupported(
-            f"a process must have one HIP runtime (got {' and '.join(found)}): have hip-python find the one that PyTorch "
-            f"brings, by ROCM_PATH={os.path.dirname(torch_lib)}, or by LD_LIBRARY_PATH={torch_lib} where it looks there; "
-            f"{_GUIDE}"
+            f"a process must have one HIP runtime (got {' and '.join(found)}): import torch before anything that loads "
+            f"another one, as the package rocm_sdk does; or have hip-python find the one that PyTorch brings, by "
+            f"ROCM_PATH={os.path.dirname(torch_lib)}, or by LD_LIBRARY_PATH={torch_lib} where it looks there; {_GUIDE}"
         )
     return next(iter(paths.values()), "")
 
@@ -77,11 +117,9 @@ class Api:
 
 
 def _exchange(path: str) -> Callable[[Any], int] | None:
-    """From the library that is there already, which is what RTLD_NOLOAD says: no second one can come of it. None where it
-    cannot be had; then what is done here during a capture may break the capture."""
-    try:
-        function = ctypes.CDLL(path, mode=os.RTLD_NOLOAD).hipThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):
+    """None where it cannot be had; then what is done here during a capture may break the capture."""
+    function = getattr(_loaded(path), "hipThreadExchangeStreamCaptureMode", None)
+    if function is None:
         return None
     function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
     return function

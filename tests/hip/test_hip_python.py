@@ -196,13 +196,59 @@ def test_two_runtimes_are_refused():
     assert mine in text and torchs in text and "ROCM_PATH=/venv/lib/python3.12/site-packages/torch," in text
 
 
-def test_the_second_runtime_is_found_in_a_real_process(stub, tmp_path):
-    code = f"""
+_ANOTHER = """
 import ctypes, os, shutil
-shutil.copy(os.environ["ROCM_PATH"] + "/lib/libamdhip64.so", {str(tmp_path)!r} + "/libamdhip64.so.7")
-ctypes.CDLL({str(tmp_path)!r} + "/libamdhip64.so.7")
-from dcpkernels.heap.hip_library import load_api
-load_api()
+from pathlib import Path
+another = {!r} + "/libamdhip64.so.7"
+shutil.copy(os.environ["ROCM_PATH"] + "/lib/libamdhip64.so", another)
+ctypes.CDLL(another)
+from dcpkernels.heap import hip_library
 """
-    stderr, _ = stub(code)
+
+
+def test_hip_python_takes_the_runtime_that_the_process_has(stub, tmp_path):
+    code = """
+from dcpkernels.heap.hip_driver import Driver
+from rocm.bindings.util import paths
+looks = paths.get_library_path
+driver = Driver(hip_library.load_api(), 0)
+driver.open()
+driver.close()
+assert paths.get_library_path is looks and looks("amdhip64").decode() != another
+assert hip_library.require_one(Path("/proc/self/maps").read_text()) == another
+"""
+    stderr, calls = stub(_ANOTHER.format(str(tmp_path)) + code)
+    assert stderr == "" and "hipStreamDestroy 0x88" in calls
+
+
+def test_a_runtime_whose_file_is_gone_is_refused_without_loading_another(stub, tmp_path):
+    code = """
+os.unlink(another)
+try:
+    hip_library.load_api()
+finally:
+    assert Path("/proc/self/maps").read_text().count(os.environ["ROCM_PATH"]) == 0
+"""
+    stderr, calls = stub(_ANOTHER.format(str(tmp_path)) + code)
+    assert f"must be where it was loaded from (got {tmp_path}/libamdhip64.so.7 (deleted))" in stderr and calls == []
+
+
+def test_two_runtimes_that_are_there_before_are_refused_without_a_call(stub, tmp_path):
+    code = """
+ctypes.CDLL(os.environ["ROCM_PATH"] + "/lib/libamdhip64.so")
+hip_library.load_api()
+"""
+    stderr, calls = stub(_ANOTHER.format(str(tmp_path)) + code)
+    assert "DcpUnsupported: a process must have one HIP runtime" in stderr and calls == []
+
+
+def test_the_second_runtime_of_an_older_hip_python_is_found(stub, tmp_path):
+    code = """
+import sys, types
+library = os.environ["ROCM_PATH"] + "/lib/libamdhip64.so"
+old = types.SimpleNamespace(hipRuntimeGetVersion=lambda: ctypes.CDLL(library))
+sys.modules["hip"], sys.modules["rocm"] = types.SimpleNamespace(hip=old), None
+hip_library.load_api()
+"""
+    stderr, _ = stub(_ANOTHER.format(str(tmp_path)) + code)
     assert "DcpUnsupported: a process must have one HIP runtime" in stderr and f"{tmp_path}/libamdhip64.so.7" in stderr
