@@ -130,8 +130,15 @@ class GpuDevice:
 
     def own_tensor(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Bytes of this rank's region, which stay mapped as long as the tensor is referred to."""
+        memory = self.heap.own_memory(offset, num_bytes)
         with torch.inference_mode(False):  # else nobody could write into a view outside of that mode
-            return torch.as_tensor(self.heap.own_memory(offset, num_bytes), device=f"cuda:{self.index}")
+            tensor = torch.as_tensor(memory, device=f"cuda:{self.index}")
+        address, _ = memory.__cuda_array_interface__["data"]
+        if num_bytes > 0 and tensor.data_ptr() != address:
+            # as_tensor copies, and does not say so, where it takes the memory for another device's.
+            text = f"a tensor on cuda:{self.index} must be the region's own memory at {address:#x}"
+            raise DcpDeviceError(f"{text} (got a copy at {tensor.data_ptr():#x}: torch takes it for another device's)")
+        return tensor
 
     buffer_tensor = own_tensor  # every rank has the buffers of the gathers in its own region
 
@@ -152,9 +159,7 @@ class GpuDevice:
 
     # -- calls
 
-    def calls(
-        self, run: Callable[..., int], run_in_threads: Callable[..., int], stream_idx: int
-    ) -> Callable[..., int]:
+    def calls(self, run: Callable[..., int], run_in_threads: Callable[..., int], stream_idx: int) -> Callable[..., int]:
         """What runs the calls of a plan: addresses in, a status out. On the stream that is the caller's then."""
         index, current_stream = self.index, self.current_stream
         exchange, give_back = self.exchange_device, self.give_back_device
