@@ -85,11 +85,17 @@ class HipSetup(Setup):
     def _granularity(self) -> int:
         # By IPC alone, or with nobody to hand anything to, it does not matter what else the runtime has.
         asks = self._wanted == BY_VMM or (self._wanted == AUTO and self._kind != NONE)
-        self._no_vmm = self._driver.vmm_refusal() if asks else "not asked for"
-        if self._no_vmm:
-            return GRANULE
-        with self._driver.current():
-            return math.lcm(GRANULE, self._driver.granularity(FD))
+        self._no_vmm = "" if asks else "not asked for"
+        try:
+            self._no_vmm = self._no_vmm or self._driver.vmm_refusal()
+            if not self._no_vmm:
+                with self._driver.current():
+                    return math.lcm(GRANULE, self._driver.granularity(FD))
+        except DcpError as error:
+            if self._wanted == BY_VMM:
+                raise
+            self._no_vmm = str(error)  # there may be no need of it
+        return GRANULE
 
     def _measure_more(self, own: Card, granularity: int) -> str:
         return self._no_vmm

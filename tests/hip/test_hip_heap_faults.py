@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dcpkernels.errors import DcpDeviceError, DcpError
+from dcpkernels.errors import DcpDeviceError, DcpError, DcpUnsupported
 from dcpkernels.heap import hip_driver
 from dcpkernels.heap.group import as_group
 from dcpkernels.testing import run_ranks
@@ -67,6 +67,8 @@ LEFT_ELSEWHERE = {name: [{}, {"broken": 1}] for name in ("hipDeviceSynchronize",
 AROUND = {"hipThreadExchangeStreamCaptureMode", "hipGetDevice", "hipSetDevice"}
 IN_READ = AROUND | {"hipMemcpyDtoHAsync", "hipStreamSynchronize"}
 HANDLES = {"hipIpcGetMemHandle", "hipIpcOpenMemHandle"}  # where one of these fails, there is another way
+# Where one of these does, it is the other way that there is not, unless only that is asked for.
+ASKS_FOR_VMM = {"hipDeviceGetAttribute", "hipMemGetAllocationGranularity"}
 BY_IPC = HANDLES | {"hipExtMallocWithFlags", "hipIpcCloseMemHandle", "hipFree"}
 BY_DESCRIPTORS = {
     "hipMemAddressFree",
@@ -81,7 +83,7 @@ BY_DESCRIPTORS = {
 }
 IN_PROCESSES = FUNCTIONS - {"hipDeviceEnablePeerAccess", "hipMemcpyDtoHAsync"}
 IN_THREADS = IN_PROCESSES - BY_DESCRIPTORS - HANDLES - set(LEFT) | {"hipDeviceEnablePeerAccess"}
-IN_THREADS -= {"hipDeviceGetAttribute", "hipMemGetAllocationGranularity"}  # as nothing goes by descriptors
+IN_THREADS -= ASKS_FOR_VMM  # as nothing goes by descriptors
 
 
 # ---- each call of `create`
@@ -154,7 +156,7 @@ def sweep(num_ranks, victims, *, machines=None, options=None, which="most"):
 
 def check(handles, victim, name, result):
     if result[0] == "up":
-        assert name in AROUND | HANDLES | set(LEFT), (name, result)
+        assert name in AROUND | HANDLES | ASKS_FOR_VMM | set(LEFT), (name, result)
         if result[1] == handles:
             return  # it was in `close`, or there was another way
         assert result[1] == "vmm", result
@@ -162,6 +164,9 @@ def check(handles, victim, name, result):
         assert text.startswith(f"no IPC handles: rank {victim}: "), text
     else:
         cls, text, ranks = result
+        if f"; and no descriptors: rank {victim}: {name} " in text:  # after rank 1 has no IPC handles
+            assert name in AROUND | ASKS_FOR_VMM and cls is DcpUnsupported and ranks == (1,), (name, result)
+            return
         assert name not in HANDLES | set(LEFT) and cls is DcpDeviceError and ranks == (victim,), (name, result)
         region = r"(the region of rank \d \(.+?, driver HIP 7.1.25424\): )?"
         assert re.match(rf"workspace: [a-z ]+ failed on rank {victim}: {region}{name} ", text), text
@@ -190,6 +195,30 @@ def test_any_call_that_fails_while_ranks_change_to_descriptors_is_the_same_on_al
     assert found == (
         "vmm",
         IN_PROCESSES - ({"hipIpcCloseMemHandle", "hipIpcOpenMemHandle"} if "no_export" in machine else set()),
+    )
+
+
+def _granularity_fails(group, cases):
+    rank, results = group.rank(), []
+    for handles, machine in cases:
+        fake = FakeHip(**machine)
+        if rank == 1:
+            fake.fail("hipMemGetAllocationGranularity", 1, 1)
+        results.append(attempt(lambda: make(group, fake, handles=handles)))  # noqa: B023
+        assert fake.heal() and set(fake.live().values()) == {0} and fake.last_error() == 0
+    return results
+
+
+def test_a_runtime_that_knows_no_uncached_descriptors_still_has_ipc_handles():
+    cases = [("auto", {}), ("auto", {"no_export": 1}), ("vmm", {})]
+    results = same_everywhere(run_ranks(_granularity_fails, 2, cases, mode="process"))
+    assert results[0] == ("up", "ipc", "the first choice")
+    text = "; and no descriptors: rank 1: hipMemGetAllocationGranularity must succeed on device 1, "
+    assert (
+        results[1][0] is DcpUnsupported and text in results[1][1] and "hipErrorInvalidValue, error 1" in results[1][1]
+    )
+    assert results[2][0] is DcpDeviceError and results[2][1].startswith(
+        "workspace: measure failed on rank 1: hipMemGet"
     )
 
 
