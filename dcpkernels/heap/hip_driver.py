@@ -20,11 +20,12 @@ from dcpkernels.heap.hip_library import load_api, no_library
 __all__ = ["GRANULE", "MIN_VERSION", "Driver", "dotted", "load_api"]
 
 # As hipRuntimeGetVersion counts. 6.2 is the oldest series that hip-python knows, and older than any that PyTorch 2.9 is built
-# for: nobody tests older ones any more. Uncached memory by handles came with 7.0.
-MIN_VERSION, VMM_VERSION = 6_02_00000, 7_00_00000
-# From here on hipMemImportFromShareableHandle takes a descriptor's number, and before, a pointer to it, as PyTorch has it:
-# torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemory.cu.
-_FD_BY_VALUE_VERSION = 7_01_00000
+# for: nobody tests older ones any more.
+MIN_VERSION = 6_02_00000
+# hipMemCreate takes hipMemAllocationTypeUncached since 7.0.2 and 7.1, and gave memory that is cached, until
+# https://github.com/ROCm/rocm-systems/pull/4476 (opened in March 2026): no call tells. HIP 7.15, which is ROCm 10.0, has that
+# by its source; whether the releases 7.13 and 7.14 have it we do not know.
+VMM_VERSION = 7_15_00000
 
 # An allocation that is handed over as a whole is whole pages of the largest kind, and shares none with anybody.
 GRANULE = 2 << 20
@@ -205,7 +206,7 @@ class Driver(GpuDriver):
         return int(self._call("hipMemGetAllocationGranularity", self._memory(kind), option))
 
     def create_memory(self, nbytes: int, kind: str) -> Any:
-        """A handle of new memory on this device, uncached as that of `allocate`."""
+        """A handle of new memory on this device, uncached as that of `allocate` (from VMM_VERSION on)."""
         with self._telling_free_memory():
             return self._call("hipMemCreate", nbytes, self._memory(kind), 0, nbytes=nbytes)
 
@@ -229,11 +230,9 @@ class Driver(GpuDriver):
         return fd.value
 
     def import_fd(self, fd: int) -> Any:
-        if self.version < _FD_BY_VALUE_VERSION:
-            return self._call("hipMemImportFromShareableHandle", ctypes.c_int(fd), self._handle_type(FD))
-        other = (
-            os.dup(fd) if fd == 0 else fd
-        )  # 0 would be a null pointer; and 0 stays taken, so the copy has another number
+        # The number itself, in the place of a pointer (runtimes before 7.1 took a pointer to it). 0 would be a null pointer;
+        # and 0 stays taken, so the copy has another number.
+        other = os.dup(fd) if fd == 0 else fd
         try:
             return self._call("hipMemImportFromShareableHandle", other, self._handle_type(FD))
         finally:

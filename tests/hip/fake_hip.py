@@ -38,7 +38,7 @@ class FakeHip(FakeVmm):
         name: str = "Fake MI300X",
         cut: Iterable[tuple[int, int]] = (),
         no_uuids: bool = False,
-        version: int = 70125424,
+        version: int = 71560940,
         memory_bytes: int = 1 << 40,
         unified: bool = True,
         has_vmm: bool = True,

@@ -70,13 +70,10 @@ class FakeVmm(FakeIpc):
 
     @call("vmm", breaks_capture=True)
     def hipMemImportFromShareableHandle(self, os_handle: Any, handle_type: Any) -> Any:
-        """`os_handle`: the number itself, from 7.1 on; before, where it is."""
+        """`os_handle`: the number itself, in the place of a pointer."""
         _require_type(handle_type)
         require(int(handle_type) == _FD)
         number = address_of(os_handle)
-        if self.version < 7_01_00000:
-            require(number > _MAX_FD)  # a real one would crash
-            number = ctypes.c_int.from_address(number).value
         require(0 < number < _MAX_FD)
         fd = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 0)
         return real.ihipMemGenericAllocationHandle.fromObj(self.import_file(fd))

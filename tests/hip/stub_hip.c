@@ -9,7 +9,7 @@ typedef struct { int type, handles, location, id; void* win32; unsigned char fla
 typedef struct { int location, id, flags; } Access;
 typedef struct { char reserved[64]; } Ipc;
 
-static int version(void) { const char* v = getenv("STUB_HIP_VERSION"); return v ? atoi(v) : 70125424; }
+static int version(void) { const char* v = getenv("STUB_HIP_VERSION"); return v ? atoi(v) : 71560940; }
 
 static int done(const char* call) {
   const char* fail = getenv("STUB_HIP_FAIL");
@@ -172,8 +172,9 @@ int hipMemExportToShareableHandle(void* o, void* h, int t, unsigned long long f)
 }
 
 int hipMemImportFromShareableHandle(void** h, void* o, int t) {
-  int fd = (size_t)o > 65536 ? *(int*)o : (int)(size_t)o;
-  LOG("hipMemImportFromShareableHandle", "%s=%d %d", (size_t)o > 65536 ? "at" : "fd", fd, t); *h = (void*)0x22; END("hipMemImportFromShareableHandle");
+  LOG("hipMemImportFromShareableHandle", "fd=%d %d", (int)(size_t)o, t);
+  *h = (void*)0x22;
+  END("hipMemImportFromShareableHandle");
 }
 int hipMemAddressReserve(void** p, size_t n, size_t a, void* hint, unsigned long long f) {
   LOG("hipMemAddressReserve", "%zu %zu %zu %llu", n, a, (size_t)hint, f);

@@ -111,7 +111,7 @@ def test_what_breaks_a_rule_is_refused():
 def test_without_a_device_there_is_only_a_version():
     fake = FakeHip(devices=[])
     assert fake.hipGetDeviceCount() == (100, None) and fake.hipSetDevice(0) == (100,)
-    assert done(fake.hipRuntimeGetVersion()) == 70125424
+    assert done(fake.hipRuntimeGetVersion()) == 71560940
     assert FakeHip(has_vmm=False).hipMemCreate(SIZE, prop(), 0) == (801, None)
 
 

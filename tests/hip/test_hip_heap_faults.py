@@ -168,7 +168,7 @@ def check(handles, victim, name, result):
             assert name in AROUND | ASKS_FOR_VMM and cls is DcpUnsupported and ranks == (1,), (name, result)
             return
         assert name not in HANDLES | set(LEFT) and cls is DcpDeviceError and ranks == (victim,), (name, result)
-        region = r"(the region of rank \d \(.+?, driver HIP 7.1.25424\): )?"
+        region = r"(the region of rank \d \(.+?, driver HIP 7.15.60940\): )?"
         assert re.match(rf"workspace: [a-z ]+ failed on rank {victim}: {region}{name} ", text), text
     assert f"{name} " in text and "(got hipErrorUnknown, error 999" in text and "device " in text
 

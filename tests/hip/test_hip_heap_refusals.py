@@ -80,7 +80,7 @@ def refusals():
             "no device": Case({1: {"devices": []}}),
             "old runtime": Case({1: {"version": 6_01_40091}}),
             "no descriptors": Case({1: {"has_vmm": False}}, everywhere({"handles": "vmm"})),
-            "old for descriptors": Case({0: {"version": 6_04_43482}}, everywhere({"handles": "vmm"})),
+            "old for descriptors": Case({0: {"version": 7_14_60850}}, everywhere({"handles": "vmm"})),
             "no links": Case(everywhere({"cut": [(0, 1)]})),
             # Each process sees its own device only: nobody knows before it is tried.
             "unseen": Case(seen_apart, first_of_each, num_allocations=2),
@@ -89,7 +89,7 @@ def refusals():
             "no export": Case({1: {"no_export": 1}}, everywhere({"handles": "ipc"}), num_allocations=1),
             "no open": Case({1: {"no_open": 17}}, everywhere({"handles": "ipc"}), num_allocations=1),
             "neither": Case({0: {"has_vmm": False}, 1: {"no_export": 1}}, num_allocations=1),
-            "neither, old": Case({0: {"version": 6_04_43482}, 1: {"no_open": 1}}, num_allocations=1),
+            "neither, old": Case({0: {"version": 7_14_60850}, 1: {"no_open": 1}}, num_allocations=1),
             "memory": Case({1: {"memory_bytes": 50_000}}, num_allocations=1),
             "memory, by descriptors": Case(
                 {1: {"memory_bytes": 50_000}}, everywhere({"handles": "vmm"}), num_allocations=1
@@ -144,7 +144,7 @@ def test_devices_that_cannot_reach_each_other_are_named_before_anything_is_tried
 
 def test_old_runtimes_have_no_descriptors(refusals):
     cls, text, ranks = refusals["old for descriptors"]
-    assert cls is DcpUnsupported and ranks == (0,) and "7.0 or later (got 6.4.43482)" in text
+    assert cls is DcpUnsupported and ranks == (0,) and "7.15 or later (got 7.14.60850)" in text
 
 
 def test_a_pair_that_nobody_could_ask_about_is_named_by_the_runtime(refusals):
@@ -161,7 +161,7 @@ def test_where_there_is_no_way_both_reasons_are_told(refusals):
     assert cls is DcpUnsupported and "rank 1: hipIpcGetMemHandle" in text and "rank 0: device 0" in text, text
     assert "VirtualMemoryManagementSupported is 0" in text
     cls, text, _ = refusals["neither, old"]
-    assert cls is DcpUnsupported and "hipIpcOpenMemHandle" in text and "7.0 or later (got 6.4.43482)" in text, text
+    assert cls is DcpUnsupported and "hipIpcOpenMemHandle" in text and "7.15 or later (got 7.14.60850)" in text, text
 
 
 # ---- memory

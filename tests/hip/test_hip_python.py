@@ -100,7 +100,7 @@ def stub(tmp_path_factory):
     source = Path(__file__).with_name("stub_hip.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "lib/libamdhip64.so", source], check=True)
 
-    def run(code, fail="", version=70125424):
+    def run(code, fail="", version=71560940):
         log = folder / "log"
         log.write_text("")
         env = {
@@ -122,11 +122,6 @@ def test_hip_python_hands_over_what_is_meant(stub):
     assert stderr == ""
     assert [line for line in _LINES.strip().splitlines() if line not in calls] == []
     assert {line.split()[0] for line in calls} == FUNCTIONS
-
-
-def test_before_7_1_a_descriptor_goes_by_its_address(stub):
-    stderr, calls = stub(_ALL, version=70001234)
-    assert stderr == "" and "hipMemImportFromShareableHandle at=7 1" in calls
 
 
 def test_descriptor_0_is_not_a_null_pointer(stub):
