@@ -43,7 +43,6 @@ def test_where_one_rank_has_no_ipc_handles_all_take_descriptors():
         ({rank: {"no_open": 801} for rank in range(3)}, ["rank 0: ", "hipErrorNotSupported"]),
         ({0: {"no_export": 999}, 2: {"no_export": 999}}, ["rank 0: hipIpcGetMemHandle", "error 999)"]),
         # Descriptors go by their addresses.
-        ({rank: {"no_export": 1, "version": 7_00_51831} for rank in range(3)}, ["rank 0: "]),
     ]
     results = same_everywhere(run_ranks(_another_way, 3, [machines for machines, _ in cases], mode="process"))
     for (handles, reason), (_, parts) in zip(results, cases, strict=True):
