@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dcpkernels.errors import DcpError, DcpInvalidArgument
+from dcpkernels.heap import gpu_later
 from dcpkernels.heap.gpu_held import Held
 from dcpkernels.heap.gpu_region import DeviceMemory, Region
 from dcpkernels.heap.gpu_setup import Made, Setup
@@ -87,6 +88,7 @@ class GpuHeap:
         except BaseException as error:
             if heap is not None:
                 heap._forget()
+                heap._finalizer.detach()  # done below
             held.give_up(gave_up(group.rank, error))
             held.release()
             raise
@@ -128,13 +130,16 @@ class GpuHeap:
 
     def close(self, *, timeout_s: float) -> None:
         """Says goodbye, waits up to `timeout_s` for the peers' goodbyes (0 = not at all), and releases everything. No
-        kernel may use the heap any more. May be called again; a peer that is dead is not waited for."""
+        kernel may use the heap any more. May be called again; a peer that is dead is not waited for. During a capture the
+        device cannot tell that it is idle: the capture is broken, and memory is released when the process makes or closes
+        a heap next."""
         self._forget()
         try:
             self._held.before_goodbye()
             if self._held.mesh is not None:
                 self._held.mesh.part(timeout_s)
         finally:
+            gpu_later.try_again()
             self._finalizer()
 
     def _forget(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -191,11 +192,17 @@ class GpuDriver(ABC):
             _log.debug("while releasing: %s", error)
             return _FAILED
 
+    def becomes_idle(self) -> bool:
+        """For taking down: `wait_idle`, and whether that could be. While any stream of the process is captured it cannot, and
+        breaks the capture, unless the capture is seen before. Never raises."""
+        return not _captures() and self.quietly(self.wait_idle)
+
     # ---- what the heap needs, all but that of handles
 
     @abstractmethod
     def wait_idle(self) -> None:
-        """Until no kernel of this process runs on the device: one could still use what is about to be unmapped."""
+        """Until no kernel of this process runs on the device: one could still use what is about to be unmapped. Raises
+        while a stream of the process is captured, in whatever mode, and the capture is broken."""
 
     @abstractmethod
     def ordinal_of(self, uuid: str) -> int | None:
@@ -258,6 +265,16 @@ class GpuDriver(ABC):
 
     @abstractmethod
     def zero(self, address: int, nbytes: int) -> None: ...
+
+
+def _captures() -> bool:
+    """Whether PyTorch's current stream of this thread is being captured: garbage collection may come to a heap from there.
+    No driver has a question about the streams of other threads."""
+    torch = sys.modules.get("torch")
+    try:
+        return torch is not None and torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
+    except (AttributeError, RuntimeError):  # another kind of build; a device that is lost
+        return False
 
 
 def text_of(raw: Any) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 
 from dcpkernels.errors import DcpPeerLost
-from dcpkernels.heap import sockets
+from dcpkernels.heap import gpu_later, sockets
 from dcpkernels.heap.gpu_driver import GpuDriver
 from dcpkernels.heap.gpu_region import Region
 from dcpkernels.heap.mesh import Mesh
@@ -15,6 +16,7 @@ class Held:
     """What a rank holds. Apart from the heap, so that its finaliser can release it."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()  # another thread may try a release again that was put off
         self.listener: sockets.Listener | None = None
         self.mesh: Mesh | None = None
         self.driver: GpuDriver | None = None
@@ -37,23 +39,25 @@ class Held:
     def release(self) -> None:
         """Local, may be called again. Waits for no rank, but for kernels of this process, which end at their deadlines. In
         the order in which one rests on the other, with the driver last. Where the device cannot tell whether it is idle,
-        nothing that a kernel may use is given back."""
-        self.close_sockets()
-        self.close_files()
-        driver = self.driver
-        if self.own is not None and self.is_open and driver is not None and not driver.quietly(driver.wait_idle):
-            return
-        self._release_more()
-        self.release_peers()
-        own, self.own = self.own, None
-        if own is not None:
-            own.release()
-        host, self.host = self.host, 0
-        if host and self.driver is not None:
-            self.driver.quietly(self.driver.host_free, host)
-        is_open, self.is_open = self.is_open, False
-        if is_open and self.driver is not None:
-            self.driver.close()
+        what a kernel may use is put off."""
+        with self._lock:
+            self.close_sockets()
+            self.close_files()
+            driver = self.driver
+            if self.own is not None and self.is_open and driver is not None and not driver.becomes_idle():
+                gpu_later.put_off(self.release)
+                return
+            self._release_more()
+            self.release_peers()
+            own, self.own = self.own, None
+            if own is not None:
+                own.release()
+            host, self.host = self.host, 0
+            if host and driver is not None:
+                driver.quietly(driver.host_free, host)
+            is_open, self.is_open = self.is_open, False
+            if is_open and driver is not None:
+                driver.close()
 
     def release_peers(self) -> None:
         """What is mapped of other ranks' regions."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dcpkernels.errors import DcpError
+from dcpkernels.heap import gpu_later
 from dcpkernels.heap.gpu_driver import GpuDriver
 
 
@@ -133,10 +134,16 @@ class Region:
 
     def release(self) -> None:
         """One user fewer; to be called once per user. The last one unmaps, when no kernel runs any more: one that was
-        given a view of it may. Where the device cannot tell, the memory stays until the process ends. Never raises."""
+        given a view of it may. Where the device cannot tell, that is put off. Never raises."""
         with self._lock:
             self._users -= 1
-            if self._users == 0 and self._driver.quietly(self._driver.wait_idle):
-                self._place.release()
-                if self.handle is not None:
-                    self.handle.release()
+            if self._users == 0:
+                self._free()
+
+    def _free(self) -> None:
+        if not self._driver.becomes_idle():
+            gpu_later.put_off(self._free)
+            return
+        self._place.release()
+        if self.handle is not None:
+            self.handle.release()

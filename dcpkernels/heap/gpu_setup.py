@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
-from dcpkernels.heap import sockets
+from dcpkernels.heap import gpu_later, sockets
 from dcpkernels.heap.gpu_driver import FABRIC, NONE, GpuDriver
 from dcpkernels.heap.gpu_held import Held
 from dcpkernels.heap.gpu_region import Handle, Region
@@ -121,6 +121,7 @@ class Setup(ABC):
 
     def make(self, init: Callable[[int], None], driver_api: Any) -> Made:
         """Collective. Raises the same on all ranks; what is held by then is the caller's to release."""
+        gpu_later.try_again()  # there may be need of that memory
         cards: list[Card] = self._verdict("check", lambda: self._check(driver_api))
         self._judge(cards)
         one_host = len({card.host for card in cards}) == 1

@@ -29,13 +29,14 @@ class HipHeld(Held):
     driver: Driver | None
 
     def before_goodbye(self) -> None:
-        driver = self.driver
-        if self.peers and driver is not None and driver.quietly(driver.wait_idle):
-            self.release_peers()
+        with self._lock:
+            if self.peers and self.driver is not None and self.driver.becomes_idle():
+                self.release_peers()
 
     def release(self) -> None:
-        self.before_goodbye()  # for peers take the end of the sockets for one, or for a death
-        super().release()
+        with self._lock:
+            self.before_goodbye()  # for peers take the end of the sockets for one, or for a death
+            super().release()
 
     def give_up(self, cause: DcpPeerLost) -> None:
         super().give_up(cause)

@@ -147,7 +147,7 @@ class FakeDriver(FakeVmm):
         self.end_stream(int(stream))
         return ()
 
-    @call("context")
+    @call("context", waits_for_all=True)
     def cuCtxSynchronize(self) -> tuple[()]:
         return ()  # there are no kernels; copies are their streams' business
 

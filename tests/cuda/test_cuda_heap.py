@@ -208,24 +208,24 @@ def test_the_callers_context_stays_current():
     run(_contexts, 2)
 
 
-def _during_a_capture(group, fake):
-    """Another thread of the process captures a graph, in the mode in which anybody's call for memory breaks it."""
-    heap = make(group, fake)
-    memory = heap.own_memory(0, 10)
+def _captures(group, fake):
+    assert set(heap_cases.at_work_during_a_capture(group, fake, make).values()) == {0}
+    meet(group)
+    heap_cases.gone_during_an_own_capture(group, fake, make)
+    meet(group)
+    left = heap_cases.gone_during_a_capture(group, fake, make)
+    meet(group)
+    assert set(heap_cases.put_off_again(group, fake, make).values()) == {0}
     fake.capture = "going on"
-    other = make(group, fake)
-    other.read(0, 10)
-    other.close(timeout_s=10)
-    heap.close(timeout_s=10)
-    del memory
-    gc.collect()
-    assert fake.capture == "going on" and set(fake.live().values()) == {0}
-    assert fake.capture_mode() == fake.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL  # as it was
-    return fake.cuMemCreate(0, fake.CUmemAllocationProp(), 0)[0], fake.capture
+    return left, fake.cuMemCreate(0, fake.CUmemAllocationProp(), 0)[0], fake.capture
 
 
-def test_no_call_breaks_the_capture_of_a_graph():
-    assert run(_during_a_capture, 2) == [(900, "broken")] * 2  # the fake driver does see one that would
+def test_what_a_capture_holds_up_is_released_after_it():
+    view = {"contexts": 1, "handles": 1, "mapped": 1, "reserved": 1, "streams": 1}
+    for left, number, capture in run(_captures, 2):
+        assert left[0] == left[1] == view
+        assert all(kinds["host"] == 1 and kinds["bound"] == 1 for kinds in left[2:])
+        assert (number, capture) == (900, "broken")  # the fake driver does see a call that breaks one
 
 
 def _stray(group, fake):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dcpkernels.errors import DcpDeviceError, DcpError
-from dcpkernels.heap import cuda_driver
+from dcpkernels.heap import cuda_driver, gpu_later
 from dcpkernels.heap.group import as_group
 from dcpkernels.testing import run_ranks
 from tests.cuda.fake_driver import FakeDriver
@@ -195,9 +195,13 @@ def _close_sweep(group, victim):
             if rank == victim:
                 fake.fail(name, nth)
             heap.close(timeout_s=10)  # raises nothing
+            left = {kind: n - before[kind] for kind, n in fake.live().items() if n != before[kind]}
+            put_off = gpu_later.num_put_off()
             heap.close(timeout_s=10)
             assert fake.heal(), (name, nth)
-            results.append((name, {kind: n - before[kind] for kind, n in fake.live().items() if n != before[kind]}))
+            assert gpu_later.num_put_off() == 0 and (not put_off or fake.live() == before), (name, nth)
+            assert bool(put_off) == (left in IN_USE), (name, nth, left)
+            results.append((name, left))
             meet(group)
     works(group, fake, multicast=True)
     return calls, results

@@ -22,10 +22,13 @@ def require(holds: Any, number: int = 1) -> None:
         raise Refusal(number)
 
 
-def call(needs: str = "init", *, breaks_capture: bool = False, results: int = 1) -> Callable[[Any], Any]:
+def call(
+    needs: str = "init", *, breaks_capture: bool = False, waits_for_all: bool = False, results: int = 1
+) -> Callable[[Any], Any]:
     """A function of the driver: counted, may be told to fail, returns a tuple that starts with an error code. `needs` is
     the vendor's (`Core.allow`). `breaks_capture`: is taken to be "potentially unsafe" during a capture, as the manuals call
-    cudaMalloc. `results`: how many there are besides the code."""
+    cudaMalloc. `waits_for_all`: of a device, which breaks a capture in any mode, and fails until it is ended. `results`: how
+    many there are besides the code."""
 
     def wrap(function: Any) -> Any:
         @functools.wraps(function)
@@ -34,7 +37,8 @@ def call(needs: str = "init", *, breaks_capture: bool = False, results: int = 1)
                 self.calls.append(function.__name__)
                 try:
                     self.allow(needs)
-                    if breaks_capture and self.capture == "going on" and self.minds_capture():
+                    going_on = self.capture == "going on" and breaks_capture and self.minds_capture()
+                    if going_on or (self.capture and waits_for_all):
                         self.capture = "broken"
                         require(False, 900)
                     self._act(function.__name__)
@@ -57,7 +61,7 @@ class Core:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.calls: list[str] = []
-        self.capture = ""  # "going on": one of some thread, in the global mode; "broken": no more
+        self.capture = ""  # "going on": one of some thread, in the global mode; "broken": no more, until it is ended
         self._actions: dict[str, tuple[int, Callable[[], None]]] = {}
         self._last = 0x1000
         self._thread = threading.local()

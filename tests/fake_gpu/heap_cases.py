@@ -2,8 +2,12 @@
 
 import gc
 import os
+from unittest import mock
+
+import torch
 
 from dcpkernels.errors import DcpError, DcpInvalidArgument
+from dcpkernels.heap import gpu_later
 from dcpkernels.testing import run_ranks
 from tests.fake_gpu.heap_calls import NBYTES, held, meet, outcome, read, write
 
@@ -88,3 +92,104 @@ def ranges(group, fake, make):
             assert cls is DcpInvalidArgument and f"got {nbytes} bytes at {offset}" in text
     heap.close(timeout_s=1)
     assert "closed" in outcome(lambda: heap.read(0, 1))[1]
+
+
+# ---- captures of graphs, in a mode in which anybody's call for memory breaks them
+
+
+def at_work_during_a_capture(group, fake, make):
+    """Of another thread of the process."""
+    old = make(group, fake)
+    fake.capture = "going on"
+    heap = make(group, fake)
+    assert heap.read(0, 10) == old.read(0, 10)
+    assert fake.capture == "going on" and fake.minds_capture()  # as it was
+    fake.capture = ""
+    meet(group)
+    for each in (heap, old):
+        each.close(timeout_s=10)
+    return fake.live()
+
+
+def gone_during_a_capture(group, fake, make):
+    """Of another thread. What each way of going leaves: a view that is dropped, a heap that is closed, one that is dropped.
+    It breaks the capture; and all is released when a heap is made, or is closed, after the capture."""
+    before, lefts = held(fake), []
+
+    def drop_view():
+        heap = make(group, fake)
+        memory = heap.own_memory(0, 10)
+        heap.close(timeout_s=10)
+        fake.capture = "going on"
+        del memory
+
+    def close():
+        heap = make(group, fake)
+        meet(group)
+        fake.capture = "going on"
+        heap.close(timeout_s=10)
+
+    def drop():
+        heap = make(group, fake)
+        meet(group)
+        fake.capture = "going on"
+        del heap
+
+    for go in (drop_view, close, drop):
+        for end in ("make", "close"):
+            other = make(group, fake)
+            start = fake.live()
+            go()
+            gc.collect()
+            assert fake.capture == "broken" and gpu_later.num_put_off() == 1, (go, end)
+            fake.capture = ""
+            lefts.append({kind: n - start[kind] for kind, n in fake.live().items() if n != start[kind]})
+            meet(group)
+            if end == "make":
+                outcome(lambda: make(group, fake, nbytes=0))
+            else:
+                other.close(timeout_s=10)
+            assert gpu_later.num_put_off() == 0
+            meet(group)
+            other.close(timeout_s=10)
+            meet(group)
+            live = fake.live()
+            live.pop("broken", None)  # peers did not wait for what was put off
+            assert set(live.values()) == {0} and held(fake)[1:] == before[1:], (go, end, live)
+    return lefts
+
+
+def gone_during_an_own_capture(group, fake, make):
+    """PyTorch captures on this thread: that can be seen, and the capture stays whole."""
+    heap, other = make(group, fake), make(group, fake)
+    memory = other.own_memory(0, 10)
+    other.close(timeout_s=10)
+    fake.capture = "going on"
+    seen = {"is_initialized": lambda: True, "is_current_stream_capturing": lambda: fake.capture == "going on"}
+    with mock.patch.multiple(torch.cuda, **seen):
+        del heap, memory
+        gc.collect()
+        assert fake.capture == "going on" and gpu_later.num_put_off() == 2
+        fake.capture = ""
+        meet(group)
+        gpu_later.try_again()
+    assert gpu_later.num_put_off() == 0
+    live = fake.live()
+    live.pop("broken", None)
+    assert set(live.values()) == {0}, live
+
+
+def put_off_again(group, fake, make):
+    """The device cannot tell for long, and does so in the middle of garbage collection: nothing is lost, nothing twice."""
+    heap = make(group, fake)
+    fake.capture = "going on"
+    heap.close(timeout_s=10)
+    for _ in range(3):
+        fake.capture = "going on"
+        gpu_later.try_again()
+        assert fake.capture == "broken" and gpu_later.num_put_off() == 1
+    fake.capture = ""
+    gpu_later.try_again()
+    gpu_later.try_again()
+    assert gpu_later.num_put_off() == 0
+    return fake.live()

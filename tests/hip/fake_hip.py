@@ -92,7 +92,7 @@ class FakeHip(FakeVmm):
         self.wait_stream(_stream(stream))
         return ()
 
-    @call(breaks_capture=True, results=0)
+    @call(waits_for_all=True, results=0)
     def hipDeviceSynchronize(self) -> tuple[()]:
         self.wait_device(self.current())
         return ()

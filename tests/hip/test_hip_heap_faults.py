@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dcpkernels.errors import DcpDeviceError, DcpError, DcpUnsupported
-from dcpkernels.heap import hip_driver
+from dcpkernels.heap import gpu_later, hip_driver
 from dcpkernels.heap.group import as_group
 from dcpkernels.testing import run_ranks
 from tests.fake_gpu.heap_calls import NBYTES, held, meet, outcome, read, same_everywhere, write
@@ -117,6 +117,11 @@ def _sweep(group, victims, machines, options, which):
         assert fake.last_error() == 0, (calls, result)
         meet(group)
         happened = fake.heal()
+        if gpu_later.num_put_off():
+            gpu_later.try_again()
+            assert gpu_later.num_put_off() == 0
+            live = held(fake)[0]
+            assert {kind: n for kind, n in live.items() if n != before[0][kind]}.keys() <= {"broken"}, (calls, live)
         fake.hipSetDevice(7)
         return result, calls, left, happened
 
