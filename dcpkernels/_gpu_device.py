@@ -35,6 +35,7 @@ class GpuDevice:
     heap: Any  # dcpkernels.heap.gpu.GpuHeap, or what has all of it
     gathers_at_once = True
     reach = "all ranks map each other's memory"
+    link_advice = ""  # for links over which a flag did not arrive
     driver_api: Any = None  # what stands in for the vendor's Python bindings; None: the real ones
 
     def __init__(self, config: WorkspaceConfig, layout: RegionLayout, module: Any, index: int) -> None:
@@ -104,6 +105,7 @@ class GpuDevice:
                 stream=stream.cuda_stream,
                 result=(heap.host_control + offset, read),
                 agree_timeout_s=deadline.for_call(),
+                advice=self.link_advice,
             )
 
     def _new_stream(self) -> Any:
@@ -201,7 +203,8 @@ class GpuDevice:
         return "yes" if self.heap.multicast else f"no ({self.heap.multicast_reason})"
 
     def refresh(self, endpoint: Any) -> None:
-        """Has what the host reads of the region, faults and counters, brought up to date: a copy, for which it waits."""
+        """Has what the host reads of the region, faults and counters, brought up to date: a copy, for which it waits (and
+        with it, where they share a hardware queue, for a kernel: GpuHeap.read)."""
         words = self.heap.read(0, self._layout.control_num_bytes)
         at = self._layout.parts["fault"].offset
         poison = int.from_bytes(words[at : at + 8], "little")

@@ -17,6 +17,7 @@ from dcpkernels.heap.verdict import agree, attempt, rank_list
 
 NUM_RESULT_WORDS = 6  # csrc/ops/link_check.h: LinkResult
 _MAX_NAMED = 12  # bad links in one text
+_NO_FLAG = "flag did not arrive"
 
 
 class BadLink(NamedTuple):
@@ -108,7 +109,7 @@ def bad_links(found: Sequence[Sequence[int]]) -> list[BadLink]:
     for source in ranks:
         for destination in ranks:
             if source in no_flag[destination]:
-                pairs.append(BadLink(source, (destination,), "flag did not arrive"))
+                pairs.append(BadLink(source, (destination,), _NO_FLAG))
             elif source in wrong[destination]:
                 pairs.append(BadLink(source, (destination,), "pattern wrong"))
     known = {frozenset((bad.source, *bad.destinations)) for bad in pairs}
@@ -120,23 +121,27 @@ def bad_links(found: Sequence[Sequence[int]]) -> list[BadLink]:
     ]
     pairs.sort()
     for source in ranks:
-        for sets, finding in ((no_multicast, "flag did not arrive"), (wrong_multicast, "pattern wrong")):
+        for sets, finding in ((no_multicast, _NO_FLAG), (wrong_multicast, "pattern wrong")):
             on = tuple(rank for rank in ranks if source in sets[rank])
             if on:
                 pairs.append(BadLink(source, on, finding, is_multicast=True, of_all=len(on) == len(found)))
     return pairs
 
 
-def require_links(group: Group, module: Any, **check: Any) -> None:
+def require_links(group: Group, module: Any, *, advice: str = "", **check: Any) -> None:
     """Collective. `check_links`, and where a link is bad DcpDeviceError, the same on every rank; its `.ranks` are those
-    that all bad links have in common, and all of their ends where there is none."""
+    that all bad links have in common, and all of their ends where there is none. `advice`: for a flag that did not arrive,
+    the same on all ranks."""
     bad = check_links(group, module, **check)
     if bad:
         named = [str(link) for link in bad[:_MAX_NAMED]]
         more = [f"and {len(bad) - _MAX_NAMED} more"] if len(bad) > _MAX_NAMED else []
         ends = [{link.source, *(() if link.of_all else link.destinations)} for link in bad]
         ranks = set.intersection(*ends) or set.union(*ends)
-        raise DcpDeviceError(f"workspace: every rank must reach every other ({'; '.join(named + more)})", ranks=ranks)
+        text = f"workspace: every rank must reach every other ({'; '.join(named + more)})"
+        if advice and any(link.finding == _NO_FLAG for link in bad):
+            text = f"{text}: {advice}"
+        raise DcpDeviceError(text, ranks=ranks)
 
 
 def _ranks(mask: int) -> frozenset[int]:

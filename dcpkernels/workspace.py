@@ -230,7 +230,8 @@ class Workspace:
 
     def check(self) -> None:
         """Raises what an op would raise now: a fault that was reported, or a rank whose process is gone. Never waits for
-        another rank; on a GPU, not within a graph that is being captured, for a small copy.
+        another rank; on a GPU, not within a graph that is being captured, for a small copy, which may have to wait for a kernel
+        whose stream shares a hardware queue with the copy's: that ends at its deadline at the latest.
 
         The collective backend knows only of faults that this rank has met in a call.
         """

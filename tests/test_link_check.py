@@ -351,7 +351,7 @@ def _check_a_heap(group: object, damaged: bool) -> list[object]:
         if group.rank == 2:  # two regions exchanged; and multicast that goes to the own region alone
             arguments["bases"] = [heap.bases[1], heap.bases[0], *heap.bases[2:]]
             arguments["multicast"] = heap.bases[2]
-        outcomes.append(error_of(lambda: require_links(group, MODULE, **arguments)))
+        outcomes.append(error_of(lambda: require_links(group, MODULE, advice="try this", **arguments)))
         outcomes.append(check_links(group, MODULE, **arguments_of(heap, layout, NONCE + 4)))  # whole again
     agree(group, "end")
     heap.close(timeout_s=20)
@@ -368,7 +368,7 @@ def test_over_a_heap(mode: str, num_ranks: int) -> None:
 def test_damage_over_a_heap_raises_the_same_on_all_ranks(mode: str) -> None:
     text = (
         "workspace: every rank must reach every other (rank 2 -> rank 0: pattern wrong; rank 2 -> rank 1: pattern wrong;"
-        " multicast from rank 2: flag did not arrive)"
+        " multicast from rank 2: flag did not arrive): try this"
     )
     outcomes = run_ranks(_check_a_heap, 4, True, mode=mode)
     for outcome in outcomes:

@@ -254,7 +254,7 @@ class Driver(GpuDriver):
     def host_free(self, address: int) -> None:
         self._call("cuMemFreeHost", address)
 
-    # On an own stream, of which alone the end is awaited: nobody else's work is waited for.
+    # On an own stream, of which alone the end is awaited.
 
     def copy_to_device(self, address: int, source: int, nbytes: int) -> None:
         """From `source`, an address of the host."""

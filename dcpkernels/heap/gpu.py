@@ -102,7 +102,8 @@ class GpuHeap:
         return self._own("own_memory", offset, nbytes).memory(offset, nbytes)
 
     def read(self, offset: int, nbytes: int, rank: int | None = None) -> bytes:
-        """A part of this rank's region, or of another one's, as it is now. Waits for no kernel."""
+        """A part of this rank's region, or of another one's, as it is now. Waits for no kernel, unless the device runs the
+        copy behind one, in the hardware queue that their streams share: then until that kernel ends."""
         self._own("read", offset, nbytes)
         driver, base = self._held.driver, self.bases[self.rank if rank is None else rank]
         buffer = ctypes.create_string_buffer(nbytes)

@@ -253,7 +253,8 @@ class GpuDriver(ABC):
     @abstractmethod
     def host_free(self, address: int) -> None: ...
 
-    # On an own stream, of which alone the end is awaited: nobody else's work is waited for.
+    # On an own stream, of which alone the end is awaited. Devices have few hardware queues: a stream that shares one waits for
+    # the other's work all the same.
 
     @abstractmethod
     def copy_to_device(self, address: int, source: int, nbytes: int) -> None:

@@ -42,7 +42,6 @@ def test_where_one_rank_has_no_ipc_handles_all_take_descriptors():
         ({0: {"no_open": 205}, 2: {"no_open": 1}}, ["rank 0: the region of rank 1", "error 205)"]),
         ({rank: {"no_open": 801} for rank in range(3)}, ["rank 0: ", "hipErrorNotSupported"]),
         ({0: {"no_export": 999}, 2: {"no_export": 999}}, ["rank 0: hipIpcGetMemHandle", "error 999)"]),
-        # Descriptors go by their addresses.
     ]
     results = same_everywhere(run_ranks(_another_way, 3, [machines for machines, _ in cases], mode="process"))
     for (handles, reason), (_, parts) in zip(results, cases, strict=True):

@@ -46,3 +46,4 @@ def test_a_link_that_leads_elsewhere():
     assert len(set(found)) == 1, found
     kind, text = found[0]
     assert kind is DcpDeviceError and "rank 1 -> rank 0" in text, text
+    assert "flag did not arrive" in text and "GPU_MAX_HW_QUEUES" in text
