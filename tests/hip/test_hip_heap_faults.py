@@ -49,7 +49,6 @@ def works(group, fake, handles, options):
 IPC_IN_USE = [
     {"streams": 1, "allocations": 1, "host": 1},
     {"streams": 1, "allocations": 1},
-    {"streams": 1, "opened": 1},
 ]
 VMM_IN_USE = [{"streams": 1, "handles": 1, "reserved": 1, "mapped": 1} | host for host in ({}, {"host": 1})]
 LEFT = {

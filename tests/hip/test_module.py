@@ -27,7 +27,7 @@ def test_every_call_says_that_there_is_no_runtime():
     built.module_file()
     found = found_by_calls(CALLS_OF_HIP)
     assert set(found["rest"]) == COMPUTES
-    text = "DcpUnsupported: target hip: a ROCm runtime must be installed (no ROCm runtime: libamdhip64.so: cannot open shared object file: No such file or directory)"
+    text = "DcpUnsupported: target hip: a ROCm runtime must be installed (no ROCm runtime: libamdhip64.so.7: cannot open shared object file: No such file or directory)"
     assert found["raised"] and set(found["raised"].values()) == {text}, found
 
 
