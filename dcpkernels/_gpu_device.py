@@ -210,7 +210,8 @@ class GpuDevice:
         poison = int.from_bytes(words[at : at + 8], "little")
         reporter = poison >> 48 & 0xFF  # csrc/core/types.h: FaultRecord; only the reporter's own record is whole
         record = self.heap.read(at, FAULT_BYTES, reporter) if poison and reporter < self.heap.num_ranks else b""
-        endpoint.refresh(words, record)
+        # A reporter that has gone since may have left its memory to somebody else.
+        endpoint.refresh(words, record if record[:8] == words[at : at + 8] else b"")
 
     def close(self, *, timeout_s: float) -> None:
         if timeout_s == 0:

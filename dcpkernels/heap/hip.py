@@ -11,7 +11,7 @@ from typing import Any
 
 from dcpkernels.heap.gpu import GpuHeap
 from dcpkernels.heap.group import Deadline, Group
-from dcpkernels.heap.hip_setup import HipHeld, HipSetup
+from dcpkernels.heap.hip_setup import GOODBYE_S, HipHeld, HipSetup
 
 
 class HipHeap(GpuHeap):
@@ -70,6 +70,14 @@ class HipHeap(GpuHeap):
             )
 
         return cls._create(group, held, setup, init, driver_api, check_links)
+
+    def hang_up(self) -> None:
+        """Nothing: peers hear of it in `close`, when this rank has closed what is theirs."""
+
+    def close(self, *, timeout_s: float) -> None:
+        """As of any heap. Waits a second for goodbyes also where `timeout_s` is less: peers that know of the fault close
+        then, and before they have, they may look at this rank's record of it."""
+        super().close(timeout_s=max(timeout_s, GOODBYE_S))
 
     def _describe(self, steps: HipSetup) -> None:
         self.multicast_reason = "these GPUs have none"

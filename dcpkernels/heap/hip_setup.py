@@ -17,7 +17,7 @@ from dcpkernels.heap.verdict import describe, rank_list, restore
 # What `handles` may be.
 AUTO, BY_IPC, BY_VMM = "auto", "ipc", "vmm"
 
-_GOODBYE_S = 1.0  # for ranks whose setup fails together, and so leave together
+GOODBYE_S = 1.0  # for ranks that meet the same fault, and so leave together
 
 _Described = tuple[str, str, tuple[int, ...]]
 
@@ -42,7 +42,7 @@ class HipHeld(Held):
         super().give_up(cause)
         if self.mesh is not None and self.own is not None:
             self.before_goodbye()
-            self.mesh.part(_GOODBYE_S)
+            self.mesh.part(GOODBYE_S)
 
 
 class HipSetup(Setup):
