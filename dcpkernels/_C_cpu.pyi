@@ -220,17 +220,7 @@ class KvGatherLane:
         stream: int = 0,
     ) -> int: ...
     def whole(
-        self,
-        cache: int,
-        source: KvGatherSource,
-        chunk_idx: int,
-        plan_digest: int,
-        num_rows: int,
-        out: int,
-        out_stride: int,
-        scale: int,
-        scale_value: float,
-        stream: int = 0,
+        self, cache: int, source: KvGatherSource, chunk_idx: int, plan_digest: int, num_rows: int, stream: int = 0
     ) -> int: ...
     def wait_in_threads(
         self,

@@ -156,13 +156,11 @@ class DirectGathers:
         status = self._kv_lanes[lane].wait(chunk.index, chunk.digest, *_result(chunk, out, scale))
         return self._chunk(status, lane, chunk, out)
 
-    def kv_whole(
-        self, lane: int, kv_cache: torch.Tensor, chunk: Chunk, out: torch.Tensor | None, scale: Any
-    ) -> tuple[int, torch.Tensor | None]:
-        """`kv_start` and `kv_wait` in one kernel."""
+    def kv_whole(self, lane: int, kv_cache: torch.Tensor, chunk: Chunk) -> tuple[int, torch.Tensor | None]:
+        """`kv_start` and `kv_wait` in one kernel, of a chunk that stays as it is."""
         kv_lane = self._kv_lanes[lane]
         rows = (kv_cache.data_ptr(), kv_lane.source(kv_cache, chunk), chunk.index, chunk.digest)
-        return self._chunk(kv_lane.whole(*rows, *_result(chunk, out, scale)), lane, chunk, out)
+        return self._chunk(kv_lane.whole(*rows, chunk.shape[0]), lane, chunk, None)
 
     def _chunk(self, status: int, lane: int, chunk: Chunk, out: torch.Tensor | None) -> tuple[int, torch.Tensor | None]:
         if status != 0 or out is not None:

@@ -27,7 +27,9 @@
 //             fetch_add, compare_exchange_sys
 //             kSignalsTogether: whether a release waits for all stores in flight, so that flags of several
 //             peers are better raised side by side, after the stores to all, than each behind its own
-//             publish_done(cta): all stores of the CTA to peers are complete before a flag that follows
+//             publish_done(cta): all stores of the CTA to peers are complete before a flag that follows.
+//             stores_done(cta): and those to anywhere, before what another CTA of the rank does behind a
+//             fetch_add that comes after this one's
 //             signal_flag(flag, value, doorbell): a release store that also wakes a sleeping owner
 //             signal_flag_behind: the same by store_behind_sys
 //   pull      kHasPull: whether payload may stay in its source's memory, for its owner to load it there

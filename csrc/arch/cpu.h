@@ -81,6 +81,9 @@ DCP_FN void publish_done(const Cta& cta) {
   if (DCP_MUTATION != kNoPublishDone) cta.sync();
 }
 
+// And all that they stored anywhere is there before what another CTA of the rank stores after `fetch_add`.
+DCP_FN void stores_done(const Cta& cta) { cta.sync(); }
+
 // The same for stores that went to the buffers of all ranks (core/broadcast.h), and what comes on the other
 // side, after the flag. By multicast a rank stores at another address than the one that readers load from.
 DCP_FN void broadcast_done(const Cta& cta, bool) { publish_done(cta); }
@@ -109,11 +112,12 @@ DCP_FN void signal_flag(Flag* flag, uint64_t value, Doorbell* doorbell) {
   }
 }
 
-// A load that comes after all earlier loads of this thread: an acquire load alone orders what follows it.
-// Only for words of this rank's own region, because it writes what it read.
+// In two loads, so that a look which does not say what it is for orders nothing here either, and
+// ThreadSanitizer can tell.
 template <class T, class Is>
-DCP_FN T load_acquire_if_sys(const T* word, const Is&) {
-  return load_acquire_sys(word);
+DCP_FN T load_acquire_if_sys(const T* word, const Is& is) {
+  const T value = load_relaxed_sys(word);
+  return is(value) ? load_acquire_sys(word) : value;
 }
 template <class T>
 DCP_FN void store_behind_sys(T* word, T value) {
@@ -122,6 +126,8 @@ DCP_FN void store_behind_sys(T* word, T value) {
 DCP_FN void signal_flag_behind(Flag* flag, uint64_t value, Doorbell* doorbell) {
   signal_flag(flag, value, doorbell);
 }
+// A load that comes after all earlier loads of this thread: an acquire load alone orders what follows it.
+// Only for words of this rank's own region, because it writes what it read.
 template <class T>
 DCP_FN T load_after_reads_sys(T* word) {
   return __atomic_fetch_add(word, T(0), __ATOMIC_ACQ_REL);

@@ -276,6 +276,8 @@ DCP_FN bool compare_exchange_sys(uint64_t* word, uint64_t expected, uint64_t des
 // All stores of the CTA to peers are complete before a flag that follows. Release is cumulative: the barrier
 // orders the other threads' stores before thread 0, and its release store orders them before the flag.
 DCP_FN void publish_done(const Cta& cta) { cta.sync(); }
+// The same of stores to anywhere, before a `fetch_add`.
+DCP_FN void stores_done(const Cta& cta) { cta.sync(); }
 
 // Raises a peer's flag. Nobody sleeps on a GPU, so no doorbell is rung.
 DCP_FN void signal_flag(Flag* flag, uint64_t value, Doorbell*) { store_release_sys(&flag->value, value); }

@@ -213,7 +213,10 @@ template <class T>
 DCP_FN T fetch_add(T* word, T value) {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent");
   drain_stores();
-  return __hip_atomic_fetch_add(global(word), value, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_AGENT);
+  // The word is in uncached memory and of interest to several dies: the atomic goes past their L2s.
+  const T before = __hip_atomic_fetch_add(global(word), value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent");
+  return before;
 }
 // True when this call changed *word from `expected` to `desired`.
 DCP_FN bool compare_exchange_sys(uint64_t* word, uint64_t expected, uint64_t desired) {
@@ -224,10 +227,13 @@ DCP_FN bool compare_exchange_sys(uint64_t* word, uint64_t expected, uint64_t des
 
 // All stores of the CTA to peers are complete before a flag that follows: every wave waits until its own have
 // reached the L2, which the block shares; the release of the flag then writes them back.
+static_assert(kMaxRanks <= 64);  // flags are raised by one wave, whose drain and release they need
 DCP_FN void publish_done(const Cta& cta) {
   drain_stores();
   cta.sync();
 }
+// The same of stores to anywhere, before a `fetch_add`: it writes back what has reached the L2.
+DCP_FN void stores_done(const Cta& cta) { publish_done(cta); }
 
 // Raises a peer's flag. Nobody sleeps on a GPU, so no doorbell is rung.
 DCP_FN void signal_flag(Flag* flag, uint64_t value, Doorbell*) { store_release_sys(&flag->value, value); }

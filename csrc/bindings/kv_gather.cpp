@@ -55,12 +55,12 @@ class KvGatherLane : public Plan {
     });
   }
 
-  // Both at once.
+  // Both at once, of a chunk that stays in the buffer.
   int whole(uint64_t cache, const Source& source, int64_t chunk_idx, uint32_t plan_digest, int64_t num_rows,
-            uint64_t out, int64_t out_stride, uint64_t scale, float scale_value, uint64_t stream) {
+            uint64_t stream) {
     return run(stream, [&] {
       int code = prepare_start(cache, source, chunk_idx, plan_digest);
-      if (code == 0) code = prepare_result(num_rows, out, out_stride, scale, scale_value);
+      if (code == 0) code = prepare_result(num_rows, 0, 0, 0, 1.0f);
       part_ = Part::kWhole;
       return code;
     });
@@ -156,10 +156,7 @@ void bind_kv_gather(py::module_& module) {
     lane.def("wait", &Lane::wait, args..., stream)
         .def("wait_in_threads", &Lane::wait_in_threads, parallel_for, args...);
   });
-  start([&](auto... first) {
-    lane.def("whole", &Lane::whole, first..., py::arg("num_rows"), py::arg("out"), py::arg("out_stride"),
-             py::arg("scale"), py::arg("scale_value"), stream);
-  });
+  start([&](auto... first) { lane.def("whole", &Lane::whole, first..., py::arg("num_rows"), stream); });
 }
 
 }  // namespace dcp

@@ -262,7 +262,7 @@ class Channel {
   // thread of the rank: that of the last channel, when all are done.
   enum class Left { kLeft, kLast, kLastFaulted };
   DCP_FN Left leave(Status status) const {
-    cta_.sync();
+    arch::stores_done(cta_);  // the last channel may overwrite the output of a faulted call
     if (cta_.thread_rank() != 0) return Left::kLeft;
     if (status != Status::kOk) {
       forward_fault(symm_, control_);

@@ -23,11 +23,12 @@ DCP_OUTLINE Status Channel::wait_slow(int order_idx, const Awaited& awaited, int
   Cause cause = {};
   int64_t waited_ns = 0;
   for (;;) {
-    const uint64_t seen =
-        arch::load_acquire_if_sys(&flag->value, [&](uint64_t v) { return uint32_t(v) != not_yet; });
+    // Of another call; the one that is waited for has an acquire of its own, in there().
+    const auto differs = [&](uint64_t v) { return uint32_t(v) != not_yet && v != expected_flag(); };
+    const uint64_t seen = arch::load_acquire_if_sys(&flag->value, differs);
     if (awaited.there()) return Status::kOk;
     if (awaited.leads()) {
-      if (seen != expected_flag() && uint32_t(seen) != not_yet) {
+      if (differs(seen)) {
         // Same epoch and another digest, or an epoch that this rank is not in: the peer made another call.
         const StreamState* theirs = stream_state(symm_, control_, peer, stream_idx_);
         cause = {FaultKind::kMismatch, rank_bit(peer), arch::load_relaxed_sys(&theirs->call)};

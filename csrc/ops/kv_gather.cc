@@ -65,16 +65,13 @@ DCP_FN Status send(const arch::Cta& cta, const KvGatherParams& p, const Channel&
   return status;
 }
 
-// Steps `release`, `wait` and `dequantise`.
-DCP_FN Status receive(const arch::Cta& cta, const KvGatherParams& p, const Channel& channel) {
+// Steps `release` and `wait`, for the flags of all channels or of this one.
+DCP_FN Status receive(const KvGatherParams& p, const Channel& channel, bool of_all_channels) {
   channel.release_previous();
-  const bool dequantises = p.out != nullptr;
-  const Status status = channel.wait(dequantises);
+  const Status status = channel.wait(of_all_channels);
   if (status != Status::kOk) return status;
   arch::broadcast_arrived(has_multicast(p.buffers));
-  if (!dequantises) return channel.confirm();
-  dequantise(cta, p);
-  return channel.confirm_reads();
+  return status;
 }
 
 struct StartKernel {
@@ -99,12 +96,21 @@ struct WaitKernel {
     Channel channel(cta, p.symm, p.control, p.wait, p.stream_idx, p.call, Phase::kWait);
     Status status = channel.enter();
     if (status == Status::kOk) status = require_turn(cta, p, channel, false);
-    if (status == Status::kOk) status = receive(cta, p, channel);
+    const bool dequantises = p.out != nullptr;
+    if (status == Status::kOk) status = receive(p, channel, dequantises);
+    if (status == Status::kOk && dequantises) {
+      dequantise(cta, p);
+      status = channel.confirm_reads();
+    } else if (status == Status::kOk) {
+      status = channel.confirm();
+    }
     channel.leave(status);
     return status;
   }
 };
 
+// It cannot dequantise: other channels of this rank store rows that this one would read, and have no flag
+// here.
 struct WholeKernel {
   using Params = KvGatherParams;
   struct Shared {};
@@ -114,7 +120,8 @@ struct WholeKernel {
     Status status = channel.enter();
     if (status == Status::kOk) status = require_turn(cta, p, channel, channel.was_lent_before(p.buffer_idx));
     if (status == Status::kOk) status = send(cta, p, channel);
-    if (status == Status::kOk) status = receive(cta, p, channel);
+    if (status == Status::kOk) status = receive(p, channel, false);
+    if (status == Status::kOk) status = channel.confirm();
     if (channel.leave(status) != Channel::Left::kLeft) channel.count_as_waited();
     return status;
   }

@@ -28,8 +28,9 @@
 //   leave    the last channel stores e
 //
 // `whole` is both in one kernel: enter, with what `start` requires, acquire, publish, signal, release, wait,
-// dequantise, confirm, leave. Its channels must be able to run side by side, as those of a GPU: with a scale
-// each waits for all channels of its peers. Ranks may make the same round in two halves or at once.
+// confirm, leave. Its channels must be able to run side by side, as those of a GPU. It does not dequantise:
+// this rank's own rows are stored by other channels too, and only the end of `start` says that they are.
+// Ranks may make the same round in two halves or at once.
 //
 // No row is overwritten before it was read: round e + 2, in the same buffer, is started when all have
 // released round e. No flag is overwritten before it was seen: a rank starts round e + 2 after its wait for

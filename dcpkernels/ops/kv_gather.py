@@ -64,14 +64,14 @@ def kv_gather(
     chunk = _checked(OP, kv_cache, plan, chunk_idx, workspace, lane)
     _check_output(OP, chunk, workspace, scale, out)  # before anything is sent
     gathers = workspace._open_impl(OP).gathers
-    if not gathers.gathers_at_once:
+    # A kernel that dequantises reads what all channels of this rank have stored, so it has to be another one.
+    if scale is not None or not gathers.gathers_at_once:
         _start(OP, chunk, kv_cache, workspace, lane)
         return _wait(OP, chunk, workspace, scale, out, lane)
-    out = _output(chunk, workspace, scale, out)
-    status, view = gathers.kv_whole(lane, kv_cache, chunk, out, scale)
+    status, view = gathers.kv_whole(lane, kv_cache, chunk)
     if status != 0:
         workspace._raise_status(OP, status, lane)
-    return view if out is None else out
+    return view
 
 
 def kv_gather_start(

@@ -155,6 +155,10 @@ def test_kv_gather_is_one_launch_and_one_for_each_half(counted):
         for i in range(plan.num_chunks):
             assert launches.of(lambda: kv_gather(cache, plan, i, workspace=workspace)) == 1  # noqa: B023
             assert launches.num_blocks == 24
+        # What dequantises has to be a kernel behind the one that stores this rank's rows.
+        cache = torch.zeros(9, 16, 192, dtype=torch.float8_e4m3fn)
+        for i in range(plan.num_chunks):
+            assert launches.of(lambda: kv_gather(cache, plan, i, scale=0.5, workspace=workspace)) == 2  # noqa: B023
 
     counted(body)
 

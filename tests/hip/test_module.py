@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from dcpkernels import DcpUnsupported, Workspace, WorkspaceConfig
 from dcpkernels.testing import run_ranks
@@ -142,20 +143,20 @@ def test_import_loads_no_runtime(stub):
     )
 
 
-def test_a_workspace_on_a_rocm_build_of_torch_takes_this_target(monkeypatch):
+def _on_rocm(group):
+    torch.version.hip = "7.1.25424"
+    with pytest.raises(DcpUnsupported, match="target hip: a ROCm runtime must be installed") as raised:
+        Workspace(group, device="cuda", config=WorkspaceConfig(8, 64, 4))
+    with pytest.raises(DcpUnsupported, match="cuda_heap must be 'driver' on AMD GPUs"):
+        Workspace(group, device="cuda", config=WorkspaceConfig(8, 64, 4, cuda_heap="torch"))
+    with pytest.raises(DcpUnsupported, match=r"packet_bytes must be 8 or 16 on AMD GPUs \(got 128\)"):
+        Workspace(group, device="cuda", config=WorkspaceConfig(8, 64, 4, wire="packet", packet_bytes=128))
+    return str(raised.value)
+
+
+def test_a_workspace_on_a_rocm_build_of_torch_takes_this_target():
     built.module_file()
-    monkeypatch.setattr("torch.version.hip", "7.1.25424")
-
-    def body(group):
-        with pytest.raises(DcpUnsupported, match="target hip: a ROCm runtime must be installed") as raised:
-            Workspace(group, device="cuda", config=WorkspaceConfig(8, 64, 4))
-        with pytest.raises(DcpUnsupported, match="cuda_heap must be 'driver' on AMD GPUs"):
-            Workspace(group, device="cuda", config=WorkspaceConfig(8, 64, 4, cuda_heap="torch"))
-        with pytest.raises(DcpUnsupported, match=r"packet_bytes must be 8 or 16 on AMD GPUs \(got 128\)"):
-            Workspace(group, device="cuda", config=WorkspaceConfig(8, 64, 4, wire="packet", packet_bytes=128))
-        return str(raised.value)
-
-    assert len(set(run_ranks(body, 3))) == 1
+    assert len(set(run_ranks(_on_rocm, 3, mode="process"))) == 1
 
 
 def test_both_modules_have_the_same_functions():

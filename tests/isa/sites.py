@@ -29,7 +29,7 @@ REDUCES = r"Kernel<\w+, k|Probe<"
 PUSHES = r"Kernel<\w+, kPush>|Probe<"
 PULLS = r"Kernel<\w+, kPull>|Probe<"
 COPIES_QUERY, QUANTISES, GATHERS_QUERY = r"Kernel<CopyBytes>", r"Kernel<Quantise<", r"Kernel<(CopyBytes|Quantise<)"
-STARTS_KV, WAITS_KV = r"StartKernel|WholeKernel", r"WaitKernel|WholeKernel"
+STARTS_KV, WAITS_KV, DEQUANTISES = r"StartKernel|WholeKernel", r"WaitKernel|WholeKernel", r"WaitKernel"
 BROADCASTS = rf"{GATHERS_QUERY}|{STARTS_KV}"  # stores that go to the buffers of all ranks
 SIGNALS = rf"{REDUCES}|{BROADCASTS}"
 WAITS = rf"{REDUCES}|{GATHERS_QUERY}|{WAITS_KV}"
@@ -93,8 +93,10 @@ SITES = (
          ACQUIRE_LOAD, "core/channel.h", "return arch::load_acquire_if_sys(&flag->released, ",
          rf"Kernel<\w+, kPull>|{STARTS_KV}"),
     Site("confirm: poison is read after the payload",
-         LOAD_AFTER_READS, "core/channel.h", "arch::load_after_reads_sys(own_poison(", rf"{PULLS}|{WAITS_KV}"),
-    Site("leave: the last channel of the call sees what the others did",
+         LOAD_AFTER_READS, "core/channel.h", "arch::load_after_reads_sys(own_poison(", rf"{PULLS}|{DEQUANTISES}"),
+    Site("leave: what all threads of a channel have stored is there ...",
+         PUBLISH_BARRIER, "core/channel.h", "arch::stores_done(cta_);"),
+    Site("leave: ... before the last channel of the call sees what the others did",
          FETCH_ADD, "core/channel.h", "arch::fetch_add(&state_->channels_left, mine)"),
     Site("leave: the next call finds everything of this one",
          RELEASE_STORE, "core/channel.h", "arch::store_release_sys(last_epoch(), epoch_);"),
@@ -166,7 +168,7 @@ SITES += (
     *wide("publish to all: rounded elements, to one after the other", "core/broadcast.h", "arch::store_16(symm_at<void>(buffers_",
           QUANTISES, 1, "store"),
     *wide("copy the query out", "ops/query_gather.cc", "stores.copy(lanes, to, symm_own<char>(p.buffers", GATHERS_QUERY, 5),
-    *wide("dequantise", "ops/kv_gather.cc", "arch::map_elements(lanes, to, from, p.row_bytes,", WAITS_KV),
+    *wide("dequantise", "ops/kv_gather.cc", "arch::map_elements(lanes, to, from, p.row_bytes,", DEQUANTISES),
 )  # fmt: skip
 
 # Where a target has no multicast, the question whether a call uses it is no code.
