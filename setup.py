@@ -422,8 +422,14 @@ class BuildTargets(build_ext):
         reasons = "".join(f"; {name}: {reason}" for name, reason in rest.items())
         print(f"dcpkernels: built {', '.join(built.values()) or 'nothing'}{reasons}", flush=True)
 
-    def build_extension(self, ext: Extension) -> None:
-        place(self.build_module(ext), Path(self.get_ext_fullpath(ext.name)))
+    def build_extensions(self) -> None:
+        # The steps of all targets in one heap, so that no processor waits at the end of each; those of GPUs first, which
+        # take longest. What two targets share is made once.
+        plans = [(ext, *self.plan(ext)) for ext in reversed(self.extensions)]
+        self.run_all(list({steps[-1].output: steps for _, chains, _ in plans for steps in chains}.values()))
+        for ext, _, link in plans:
+            self.run_in_order([link])
+            place(link.output, Path(self.get_ext_fullpath(ext.name)))
 
     def copy_extensions_to_source(self) -> None:
         # Called for --inplace and for editable installs; get_ext_fullpath then means the source folder.
@@ -434,7 +440,8 @@ class BuildTargets(build_ext):
         filename = self.get_ext_filename(self.get_ext_fullname(ext.name))
         return Path(self.build_temp, ext.target.name, Path(filename).name)
 
-    def build_module(self, ext: Extension) -> Path:
+    def plan(self, ext: Extension) -> tuple[list[list[Step]], Step]:
+        """Chains of steps that build on each other, to an object each; and the step that links these."""
         target, compiler, host = ext.target, self.compilers[ext.name], find_cxx()
         more = [f"-D{name}={value}" for name, value in self.define or ()]
         cxxflags = shlex.split(self.cxxflags)
@@ -446,7 +453,7 @@ class BuildTargets(build_ext):
         asked = self.variants.split(",") if self.variants else [variant.name for variant in target.variants]
         variants = [variant for variant in target.variants if variant.name in asked]
 
-        chains = []  # of steps that build on each other
+        chains = []
         for source in target.sources(target.ops):
             for variant in variants:
                 flags = [*common, *target.flags, *variant.flags, f"-DDCP_NS={variant.name}", *more]
@@ -469,12 +476,9 @@ class BuildTargets(build_ext):
             output = (folder if mine else folder.parent) / "bindings" / (Path(source).name + ".o")
             chains.append(one_step(host, flags, source, output, f"compile {source}"))
 
-        self.run_all(chains)
         objects = [steps[-1].output for steps in chains]
         command = [*host.command, "-shared", "-pthread", *cxxflags, *map(str, objects), *target.libraries(compiler)]
-        link = Step(f"link _C_{target.name}", command, self.module_file(ext), host, inputs=objects)
-        self.run_in_order([link])
-        return link.output
+        return chains, Step(f"link _C_{target.name}", command, self.module_file(ext), host, inputs=objects)
 
     def run_all(self, chains: list[list[Step]]) -> None:
         jobs = self.parallel or len(os.sched_getaffinity(0))

@@ -67,9 +67,10 @@ def test_numbers_are_right_and_equal_on_all_variants(tmp_path: Path) -> None:
 def built_objects(variant: str) -> list[Path]:
     """The objects of all ops that `make build` has left, where they are as new as their sources."""
     sources = max(path.stat().st_mtime for path in CSRC.rglob("*") if path.is_file())
-    objects = [*CSRC.parent.glob(f"build/temp*/cpu/{variant}/*.o"), *CSRC.parent.glob(f"build/cpu/{variant}/*.o")]
-    names = {path.name for path in objects if path.stat().st_mtime > sources}
-    return objects if names == {f"{op.name}.o" for op in CSRC.glob("ops/*.cc")} else []
+    built = [*CSRC.parent.glob(f"build/temp*/cpu/{variant}/*.o"), *CSRC.parent.glob(f"build/cpu/{variant}/*.o")]
+    ops = {f"{op.name}.o" for op in CSRC.glob("ops/*.cc")}
+    objects = [path for path in built if path.name in ops and path.stat().st_mtime > sources]
+    return objects if {path.name for path in objects} == ops else []
 
 
 def test_variants_share_no_symbol(tmp_path: Path) -> None:
