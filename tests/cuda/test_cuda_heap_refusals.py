@@ -1,57 +1,21 @@
 """The CUDA heap where it cannot be: machines, groups and arguments that do not fit; ranks that die or are late."""
 
-import os
-import signal
 import time
-from dataclasses import dataclass, field
 
 import pytest
 
 from dcpkernels.errors import DcpDeviceError, DcpError, DcpInvalidArgument, DcpPeerLost, DcpTimeout, DcpUnsupported
-from dcpkernels.heap import sockets
 from dcpkernels.heap.mesh import Mesh
 from dcpkernels.testing import run_ranks
 from tests.cuda.fake_driver import FakeDriver
 from tests.cuda.heap_calls import make
-from tests.fake_gpu.heap_calls import NBYTES, held, meet, on_hosts, outcome, read, same_everywhere, write
-
-
-@dataclass
-class Case:
-    """What ranks are given, by rank: of the driver, of `make`. `hosts` has a letter for each."""
-
-    drivers: dict = field(default_factory=dict)
-    options: dict = field(default_factory=dict)
-    hosts: str = ""
-    uids: tuple = ()
-    num_allocations: int = 0  # that a rank may make before it is refused
-
-
-def _refuse(group, cases):
-    """What `make` raises in each case; and that nothing is left."""
-    rank, host_id, geteuid = group.rank(), sockets.host_id, os.geteuid
-    results = {}
-    for name, case in cases.items():
-        sockets.host_id = host_id
-        if case.hosts:
-            on_hosts(case.hosts[rank])
-        if case.uids:
-            os.geteuid = lambda uid=case.uids[rank]: uid
-        fake = FakeDriver(**case.drivers.get(rank, {}))
-        before = held(fake)
-        results[name] = outcome(lambda: make(group, fake, **case.options.get(rank, {})))  # noqa: B023
-        os.geteuid = geteuid
-        meet(group)
-        assert held(fake) == before and fake.calls.count("cuMemCreate") <= case.num_allocations, name
-    return results
+from tests.fake_gpu import peer_cases
+from tests.fake_gpu.heap_calls import NBYTES, held, meet, outcome, read, same_everywhere, write
+from tests.fake_gpu.peer_cases import Case, dies_at, fails, interrupted, killed
 
 
 def refused(num_ranks, cases):
-    return same_everywhere(run_ranks(_refuse, num_ranks, cases, mode="process"))
-
-
-def _fail(address):
-    raise ValueError("no")
+    return peer_cases.refused(FakeDriver, make, ["cuMemCreate"], num_ranks, cases)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +48,7 @@ def refusals(tmp_path_factory):
         "two domains": Case(apart, hosts="ab", num_allocations=1),
         "memory": Case({1: {"memory_bytes": 100_000}}, num_allocations=1),
         "two addresses": Case({1: {"unified": False}}, num_allocations=1),
-        "init": Case(options={1: {"init": _fail}}, num_allocations=1),
+        "init": Case(options={1: {"init": fails}}, num_allocations=1),
     }
     results = refused(2, cases)
     assert not list(folder.glob("*/*"))
@@ -264,23 +228,6 @@ def test_a_link_that_does_not_carry_is_an_error_of_all():
 # ---- ranks that die, are late, give up
 
 
-def _die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _dies_at(group, victim, name, nth):
-    fake = FakeDriver()
-    before = held(fake)
-    if group.rank() == victim:
-        fake.act(name, nth, _die)
-    start = time.monotonic()
-    result = outcome(lambda: make(group, fake))
-    assert held(fake) == before
-    seconds = time.monotonic() - start
-    time.sleep(0.3)  # a rank that exits now would wake others that are stuck
-    return result, seconds
-
-
 @pytest.mark.parametrize(
     ("victim", "name", "nth", "step"),
     [
@@ -294,7 +241,7 @@ def _dies_at(group, victim, name, nth):
     ],
 )
 def test_a_death_is_seen_by_all_at_once_in_every_step(victim, name, nth, step):
-    results = run_ranks(_dies_at, 3, victim, name, nth, mode="process", expect_exit={victim: -9})
+    results = run_ranks(dies_at, 3, FakeDriver, make, victim, name, nth, {}, mode="process", expect_exit={victim: -9})
     for result, seconds in (result for result in results if result):
         text = f"workspace: {step}: rank {victim} is gone: its process ended, or it gave up"
         assert result == (DcpPeerLost, text, (victim,)) and seconds < 10  # not the deadline
@@ -344,48 +291,13 @@ def test_a_late_rank_is_named_and_raises_too():
             assert cls is DcpTimeout and ranks == (1,) and text.startswith(f"workspace: {step}: no answer from rank 1")
 
 
-def _interrupted(group):
-    fake = FakeDriver()
-    before = held(fake)
-
-    def init(address):
-        if group.rank() == 1:
-            raise KeyboardInterrupt
-
-    try:
-        result = outcome(lambda: make(group, fake, init=init))
-    except KeyboardInterrupt:
-        result = "interrupted"
-    assert held(fake) == before
-    return result
-
-
 def test_ctrl_c_on_one_rank_ends_the_others():
-    other, interrupted = run_ranks(_interrupted, 2, mode="process")
-    assert interrupted == "interrupted"
+    other, own = run_ranks(interrupted, 2, FakeDriver, make, mode="process")
+    assert own == "interrupted"
     assert other == (DcpPeerLost, "workspace: create region: rank 1 gave up: KeyboardInterrupt", (1,))
 
 
-def _killed(group):
-    fake = FakeDriver()
-    before = held(fake)
-    heap = make(group, fake)
-    assert heap.lost_peers() == ()
-    meet(group)
-    if heap.rank == 1:
-        write(heap.bases[0], b"last words")
-        _die()
-    while not (lost := heap.lost_peers()):
-        time.sleep(0.001)
-    assert heap.rank or heap.read(0, 10) == b"last words"
-    write(heap.bases[1], b"x")  # its memory lives as long as somebody maps it
-    start = time.monotonic()
-    heap.close(timeout_s=10)  # waits for the survivors, not for the dead
-    assert held(fake) == before and heap.lost_peers() == (1,)
-    return lost, time.monotonic() - start
-
-
 def test_a_killed_rank_is_named_and_not_waited_for():
-    results = run_ranks(_killed, 3, mode="process", expect_exit={1: -9})
+    results = run_ranks(killed, 3, FakeDriver, make, {}, mode="process", expect_exit={1: -9})
     for lost, seconds in (result for result in results if result):
         assert lost == (1,) and seconds < 8

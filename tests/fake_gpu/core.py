@@ -101,6 +101,10 @@ class Core:
             self._actions.clear()
             return happened
 
+    def last_error(self) -> int:
+        """Of the thread, where a driver keeps it for whoever asks."""
+        return 0
+
     def _act(self, name: str) -> None:
         if name in self._actions:
             nth, action = self._actions.pop(name)

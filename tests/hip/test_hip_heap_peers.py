@@ -1,7 +1,5 @@
 """Ranks of a HIP heap that have not the ways that their peers have, whose links are broken, that die, are late, give up."""
 
-import os
-import signal
 import time
 
 import pytest
@@ -9,6 +7,7 @@ import pytest
 from dcpkernels.errors import DcpDeviceError, DcpError, DcpPeerLost, DcpTimeout
 from dcpkernels.testing import run_ranks
 from tests.fake_gpu.heap_calls import held, meet, outcome, read, same_everywhere, write
+from tests.fake_gpu.peer_cases import dies_at, interrupted, killed
 from tests.hip.fake_hip import FakeHip
 from tests.hip.heap_calls import make
 
@@ -87,23 +86,6 @@ def test_what_the_check_of_links_finds_is_everybodys_error(machine):
 # ---- ranks that die, are late, give up
 
 
-def _die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _dies_at(group, victim, name, nth, machine):
-    fake = FakeHip(**machine)
-    before = held(fake)
-    if group.rank() == victim:
-        fake.act(name, nth, _die)
-    start = time.monotonic()
-    result = outcome(lambda: make(group, fake))
-    assert held(fake) == before
-    seconds = time.monotonic() - start
-    time.sleep(0.3)  # a rank that exits now would wake others that are stuck
-    return result, seconds
-
-
 @pytest.mark.parametrize(
     ("victim", "name", "nth", "step", "machine"),
     [
@@ -115,7 +97,7 @@ def _dies_at(group, victim, name, nth, machine):
     ],
 )
 def test_a_death_is_seen_by_all_at_once_in_every_step(victim, name, nth, step, machine):
-    results = run_ranks(_dies_at, 3, victim, name, nth, machine, mode="process", expect_exit={victim: -9})
+    results = run_ranks(dies_at, 3, FakeHip, make, victim, name, nth, machine, mode="process", expect_exit={victim: -9})
     for result, seconds in (result for result in results if result):
         text = f"workspace: {step}: rank {victim} is gone: its process ended, or it gave up"
         cls, got, ranks = result
@@ -147,49 +129,14 @@ def test_a_late_rank_is_named_and_raises_too():
             assert cls is DcpTimeout and ranks == (1,) and text.startswith(f"workspace: {step}: no answer from rank 1")
 
 
-def _interrupted(group):
-    fake = FakeHip()
-    before = held(fake)
-
-    def init(address):
-        if group.rank() == 1:
-            raise KeyboardInterrupt
-
-    try:
-        result = outcome(lambda: make(group, fake, init=init))
-    except KeyboardInterrupt:
-        result = "interrupted"
-    assert held(fake) == before
-    return result
-
-
 def test_ctrl_c_on_one_rank_ends_the_others():
-    other, interrupted = run_ranks(_interrupted, 2, mode="process")
-    assert interrupted == "interrupted"
+    other, own = run_ranks(interrupted, 2, FakeHip, make, mode="process")
+    assert own == "interrupted"
     assert other == (DcpPeerLost, "workspace: create region: rank 1 gave up: KeyboardInterrupt", (1,))
-
-
-def _killed(group, machine):
-    fake = FakeHip(**machine)
-    before = held(fake)
-    heap = make(group, fake)
-    assert heap.lost_peers() == ()
-    meet(group)
-    if heap.rank == 1:
-        write(heap.bases[0], b"last words")
-        _die()
-    while not (lost := heap.lost_peers()):
-        time.sleep(0.001)
-    assert heap.rank or heap.read(0, 10) == b"last words"
-    write(heap.bases[1], b"x")  # its memory lives as long as somebody maps it
-    start = time.monotonic()
-    heap.close(timeout_s=10)  # waits for the survivors, not for the dead
-    assert held(fake) == before and heap.lost_peers() == (1,)
-    return lost, time.monotonic() - start
 
 
 @pytest.mark.parametrize("machine", [{}, {"no_export": 1}], ids=["ipc", "fd"])
 def test_a_killed_rank_is_named_and_not_waited_for(machine):
-    results = run_ranks(_killed, 3, machine, mode="process", expect_exit={1: -9})
+    results = run_ranks(killed, 3, FakeHip, make, machine, mode="process", expect_exit={1: -9})
     for lost, seconds in (result for result in results if result):
         assert lost == (1,) and seconds < 8

@@ -1,56 +1,17 @@
 """The HIP heap where it cannot be: machines, groups and arguments that do not fit."""
 
-import os
-from dataclasses import dataclass, field
-
 import pytest
 
 from dcpkernels.errors import DcpDeviceError, DcpError, DcpInvalidArgument, DcpUnsupported
-from dcpkernels.heap import sockets
-from dcpkernels.testing import run_ranks
-from tests.fake_gpu.heap_calls import NBYTES, held, meet, on_hosts, outcome, same_everywhere
+from tests.fake_gpu import peer_cases
+from tests.fake_gpu.heap_calls import NBYTES
+from tests.fake_gpu.peer_cases import Case, fails
 from tests.hip.fake_hip import FakeHip
 from tests.hip.heap_calls import make
 
 
-@dataclass
-class Case:
-    """What ranks are given, by rank: of the runtime, of `make`. `hosts` has a letter for each."""
-
-    machines: dict = field(default_factory=dict)
-    options: dict = field(default_factory=dict)
-    hosts: str = ""
-    uids: tuple = ()
-    num_allocations: int = 0  # that a rank may make before it is refused
-
-
-def _refuse(group, cases):
-    """What `make` raises in each case; and that nothing is left."""
-    rank, host_id, geteuid = group.rank(), sockets.host_id, os.geteuid
-    results = {}
-    for name, case in cases.items():
-        sockets.host_id = host_id
-        if case.hosts:
-            on_hosts(case.hosts[rank])
-        if case.uids:
-            os.geteuid = lambda uid=case.uids[rank]: uid
-        fake = FakeHip(**case.machines.get(rank, {}))
-        before = held(fake)
-        results[name] = outcome(lambda: make(group, fake, **case.options.get(rank, {})))  # noqa: B023
-        os.geteuid = geteuid
-        meet(group)
-        num_allocations = fake.calls.count("hipExtMallocWithFlags") + fake.calls.count("hipMemCreate")
-        assert held(fake) == before and num_allocations <= case.num_allocations, (name, num_allocations)
-        assert fake.last_error() == 0, name
-    return results
-
-
 def refused(num_ranks, cases):
-    return same_everywhere(run_ranks(_refuse, num_ranks, cases, mode="process"))
-
-
-def _fail(address):
-    raise ValueError("no")
+    return peer_cases.refused(FakeHip, make, ["hipExtMallocWithFlags", "hipMemCreate"], num_ranks, cases)
 
 
 def everywhere(options, num_ranks=2):
@@ -95,7 +56,7 @@ def refusals():
                 {1: {"memory_bytes": 50_000}}, everywhere({"handles": "vmm"}), num_allocations=1
             ),
             "two addresses": Case({1: {"unified": False}}, num_allocations=1),
-            "init": Case(options={1: {"init": _fail}}, num_allocations=1),
+            "init": Case(options={1: {"init": fails}}, num_allocations=1),
         },
     )
 
