@@ -342,18 +342,17 @@ def one_step(compiler: Compiler, flags: list[str], source: str, output: Path, ti
 
 
 def devices_then_host(compiler: Compiler, flags: list[str], source: str, output: Path, title: str) -> list[Step]:
-    """Device code is assembled and linked by separate commands, for not every clang knows where its tools are; and one
-    that compiles for several devices at once wants clang-offload-bundler, which Debian has in a package of its own."""
+    """Device code is linked by a command of its own, for not every clang knows where its linker is; and one that compiles
+    for several devices at once wants clang-offload-bundler, which Debian has in a package of its own."""
     flags = [*flags, f"-cuid={Path(source).name}"]  # else made of the folder's name
     steps, code_objects = [], {}
     for arch in [flag.partition("=")[2] for flag in flags if flag.startswith("--offload-arch=")]:
-        text, code, linked = (output.with_name(f"{output.stem}.{arch}.{kind}") for kind in ("s", "o", "hsaco"))
+        code, linked = (output.with_name(f"{output.stem}.{arch}.{kind}") for kind in ("o", "hsaco"))
         one_arch = [flag for flag in flags if not flag.startswith("--offload-arch=")] + [f"--offload-arch={arch}"]
-        command = [*compiler.command, *one_arch, "--cuda-device-only", "-S", source]
-        steps.append(Step(f"{title} {arch}", command, text, compiler, lists_more=clang_depfile_flags))
-        assemble = ["--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-x", "assembler", "-c", str(text)]
-        assemble.append("-Wno-unused-command-line-argument")  # of where the headers are
-        steps.append(Step("", [*compiler.command, *assemble], code, compiler, inputs=[text]))
+        # With -c the driver would link too. Not through assembly: LLVM 17 and 18 refuse some of what they write.
+        to_object = ["--cuda-device-only", "-S", "-Xclang", "-emit-obj"]
+        command = [*compiler.command, *one_arch, *to_object, source]
+        steps.append(Step(f"{title} {arch}", command, code, compiler, lists_more=clang_depfile_flags))
         link = [*compiler.linker, "-shared", "--no-undefined", str(code)]
         steps.append(Step("", link, linked, compiler, inputs=[code]))
         code_objects[arch] = linked

@@ -81,7 +81,7 @@ def test_a_cuda_compiler_of_no_use(project: Project, given: dict[str, object] | 
     assert code != 0 and f"target cuda: {reason}" in output and "Traceback" not in output
 
 
-# Stands in for ROCm's clang: says where it lies; what it compiles for a device, an assembler or the host is noted.
+# Stands in for ROCm's clang: says where it lies; what it compiles for a device or the host is noted.
 HIPCC = """#!/bin/sh
 echo "$@" >> "$RECORD_TO"
 case "$*" in
@@ -91,7 +91,7 @@ esac
 mode=host
 for word; do
   [ "$last" = -o ] && output=$word
-  case "$word" in --cuda-device-only|assembler) mode=$word;; *.s.d) echo "device: csrc/ops/op.cc" > "$word";; esac
+  case "$word" in --cuda-device-only) mode=$word;; *.gfx9*.o.d) echo "device: csrc/ops/op.cc" > "$word";; esac
   last=$word
 done
 [ "$mode" = host ] || { echo "$mode" > "$output"; exit; }
