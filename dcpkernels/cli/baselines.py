@@ -113,6 +113,11 @@ class PackedAllToAll:
             else partial(dist.all_to_all_single, self._recv, self.packed, group=group)
         )
 
+    @property
+    def received(self) -> torch.Tensor:
+        """uint8 [W, .]: of each peer what `packed` has for this rank, after an exchange."""
+        return self._recv
+
     def __call__(self, partial_out: torch.Tensor, partial_lse: torch.Tensor, out: torch.Tensor) -> None:
         """partial_out [T, H, D] and partial_lse [T, H] to out [T, Hr, D], all contiguous."""
         self.pack(partial_out, partial_lse)

@@ -3,116 +3,180 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import dcpkernels
-from dcpkernels.cli import baselines, floor, machine, measure, openmpi, table
+from dcpkernels.cli import baselines, bench_table, machine, measure, openmpi, table
 from dcpkernels.cli.bench_a2a_lse_reduce import A2aLseReduce
+from dcpkernels.cli.bench_device import Times, for_device
 from dcpkernels.cli.bench_kv_gather import KvGather
-from dcpkernels.cli.bench_op import OURS, BenchOp
+from dcpkernels.cli.bench_op import OURS, BenchOp, Kept
 from dcpkernels.cli.bench_query_gather import QueryGather
+from dcpkernels.cli.progress import Progress, RowBars
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
 from dcpkernels.testing import run_ranks
-from dcpkernels.testing.timing import max_over_ranks, summarize
+from dcpkernels.testing.timing import summarize
 
 OPS: dict[str, type[BenchOp]] = {op.NAME: op for op in (A2aLseReduce, QueryGather, KvGather)}
+ALL = "all"
 
 _TIMEOUT_S = 900.0  # of one row; a run that gets there is stuck
+_MAX_SKEW_US = 1e6  # far from the time after which a rank that waits in a call gives the others up
 
 
 class Samples(NamedTuple):
-    """One rank's part of one row. Times in microseconds, by candidate; errors are the largest of all ranks."""
+    """One rank's part of one row, by candidate. Where the results are wrong before they are timed, there are no times."""
 
-    times_us: dict[str, list[float]]
-    memcpy_us: list[float]
-    errors: dict[str, float]
-
-
-def from_args(args: argparse.Namespace) -> BenchOp:
-    """The op with the options of a command line."""
-    op = OPS[args.op]
-    options = {field.name: getattr(args, field.name) for field in fields(op) if hasattr(args, field.name)}
-    return op(
-        **options
-        | {
-            "baselines": tuple(name for name in args.baselines if name != "none"),
-            "isa": None if args.isa == "auto" else args.isa,
-            "warmup": max(args.warmup, 1),
-        }
-    )
+    times: dict[str, Times]
+    floor_us: list[float]
+    errors: dict[str, float]  # before, the largest of all ranks
+    last_errors: dict[str, float]  # after, of this rank
 
 
-def run(op: BenchOp, *, json_path: Path | None = None) -> int:
-    """The command: prints header and table, writes the rows. Raises DcpError when a result is wrong."""
+def from_args(args: argparse.Namespace) -> list[BenchOp]:
+    """The op, or all of them, with the options of a command line: one for each combination of what is swept over.
+
+    Raises DcpInvalidArgument for a list without a value.
+    """
+    kinds = list(OPS.values()) if args.op == ALL else [OPS[args.op]]
+    return list(dict.fromkeys(op for kind in kinds for op in _sweep(kind, args)))
+
+
+def _sweep(kind: type[BenchOp], args: argparse.Namespace) -> list[BenchOp]:
+    given = {field.name: getattr(args, field.name, None) for field in fields(kind)}
+    options = {name: value for name, value in given.items() if value is not None} | {
+        "baselines": tuple(name for name in args.baselines if name != "none"),
+        "isa": None if args.isa == "auto" else args.isa,
+        "warmup": max(args.warmup, 1),
+    }
+    swept = {name: options.pop(name) for name in kind.SWEEPS if name in options}
+    for name, values in swept.items():
+        _require_some(name, values)
+    return [kind(**options, **dict(zip(swept, values, strict=True))).canonical() for values in product(*swept.values())]
+
+
+def run(ops: Sequence[BenchOp], *, json_path: Path | None = None) -> int:
+    """The command: prints a header, and a table for each op; writes the rows. Raises DcpError when a result is wrong."""
     machine.require_writable("--json", json_path)
-    isa = check(op)
-    host = machine.describe() | baselines.require(op.baselines)
-    print(machine.one_line(host, isa))
-    against = ", in turns with " + ", ".join(op.baselines) if op.baselines else ""
-    print(
-        f"{op.NAME}: {op.describe()}, {op.dtype}, {op.iters} samples of {op.burst} call{'s' if op.burst > 1 else ''} "
-        f"each{against}; a call's time is that of its slowest rank"
-    )
-    rows = []
-    for num_ranks in op.ranks:
-        for size in op.sizes:
-            with table.status(f"{num_ranks} ranks, {size} {op.SIZES}"):
-                rows.append(measure_row(op, num_ranks, size, isa)[0] | {"machine": host})
-    table.show(*_table_of(op, rows))
+    isas = [check(op) for op in ops]
+    used = [name for op in ops for name in op.baselines]
+    host = machine.describe() | for_device(ops[0].device).describe() | baselines.require(used)
+    print(machine.one_line(host, isas[0]))
+    rows: list[dict[str, Any]] = []
+    with RowBars(sum(len(op.ranks) * len(op.sizes) for op in ops)) as bars:
+        for _, group in groupby(zip(ops, isas, strict=True), key=lambda pair: pair[0].NAME):
+            variants = list(group)
+            print(_headline([op for op, _ in variants]), flush=True)
+            of_op = [row | {"machine": host} for op, isa in variants for row in _rows(op, isa, bars)]
+            for shown in bench_table.tables_of(of_op):
+                table.show(shown.columns, shown.lines)
+            rows += of_op
     if json_path is not None:
         machine.write_json(json_path, rows)
         print(f"wrote {json_path}")
     return 0
 
 
+def _headline(variants: Sequence[BenchOp]) -> str:
+    """What is about to be measured, of the variants of one op."""
+    first = variants[0]
+    what = "; or ".join(dict.fromkeys(op.describe() for op in variants))
+    dtypes = " and ".join(dict.fromkeys(op.dtype for op in variants))
+    skews = ", ".join(f"{op.skew_us:g}" for op in {op.skew_us: op for op in variants}.values())
+    late = f"; ranks up to {skews} us late, timed from the entry of the last one" if skews != "0" else ""
+    against = ", in turns with " + ", ".join(first.baselines) if first.baselines else ""
+    return (
+        f"{first.NAME}: {what}, {dtypes}, {first.iters} samples of {first.burst} call{'s' if first.burst > 1 else ''} "
+        f"each{against}; a call's time is that of its slowest rank{late}"
+    )
+
+
+def _rows(op: BenchOp, isa: str, bars: RowBars) -> list[dict[str, Any]]:
+    num_calls = (1 + len(op.baselines)) * measure.num_samples(op.iters, op.warmup, op.turn)
+    values = {name: getattr(op, name) for name in op.SWEEPS[1:]}
+    swept = ", ".join([op.NAME, op.dtype, *(f"{name} {value}" for name, value in values.items() if value)])
+    rows = []
+    for num_ranks in op.ranks:
+        for size in op.sizes:
+            text = f"{swept}, {num_ranks} ranks, {size:,} {op.SIZES}"
+            with bars.row(text, num_ranks, num_calls) as path:
+                rows.append(measure_row(op, num_ranks, size, isa, progress_path=path)[0])
+    return rows
+
+
 def check(op: BenchOp) -> str:
-    """What would fail in every rank fails here, as one clean error. Returns the CPU variant that will run."""
-    if op.device != "cpu":
-        raise DcpUnsupported(f"bench: device must have a built target: cpu (got {op.device!r})")
+    """What would fail in every rank fails here, as one clean error. Returns the kernel variant that will run."""
+    device = for_device(op.device, op.mode)
     unknown = [name for name in op.baselines if name not in op.BASELINES]
     if unknown:
         raise DcpUnsupported(f"bench: baselines must be of {', '.join(op.BASELINES)} (got {', '.join(unknown)})")
     baselines.require(op.baselines)
     for option in ("ranks", op.SIZES):
-        if not getattr(op, option):
-            raise DcpInvalidArgument(f"bench: {option} must name at least one number (got none)")
+        _require_some(option, getattr(op, option))
+    if not op.skew_us <= _MAX_SKEW_US:
+        raise DcpInvalidArgument(f"bench: skew_us must be at most {_MAX_SKEW_US:g} (got {op.skew_us:g})")
     op.require()
     for num_ranks in op.ranks:
-        dcpkernels.Workspace.size(op.config(num_ranks, max(op.sizes)), num_ranks)
-    return machine.chosen_isa(op.isa)
+        dcpkernels.Workspace.size(op.config(num_ranks, max(op.sizes)), num_ranks, op.device)
+    return device.require(op.isa, op.ranks)
 
 
-def measure_row(op: BenchOp, num_ranks: int, size: int, isa: str) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """One row, and behind it the times in microseconds of each call of each candidate, the slowest rank's.
+def _require_some(option: str, values: Sequence[object]) -> None:
+    if not values:
+        raise DcpInvalidArgument(f"bench: {option} must name at least one {_KINDS.get(option, 'number')} (got none)")
 
-    Raises DcpError when a result, ours or a baseline's, is wrong; then nothing has been timed.
+
+_KINDS = {"dtype": "type", "mode": "mode", "wire": "wire"}
+
+
+def measure_row(
+    op: BenchOp, num_ranks: int, size: int, isa: str, *, progress_path: str | None = None
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """One row, and behind it the times in microseconds of each call of each candidate, of all ranks together.
+
+    Raises DcpError when a result, ours or a baseline's, is wrong: before anything is timed, or the last one that was.
     """
+    device = for_device(op.device, op.mode)
     with openmpi.job(num_ranks) if baselines.uses_openmpi(op.baselines) else nullcontext() as mpi_job:
-        per_rank = run_ranks(_rank, num_ranks, op, size, mpi_job, mode="process", timeout_s=_TIMEOUT_S)
-    errors = per_rank[0].errors
-    for name, error in errors.items():
-        if not error <= op.MAX_ERROR:
-            raise DcpError(f"bench: {op.wrong(name, error)} at {op.SIZE}={size}, {num_ranks} ranks)")
-    times = {name: max_over_ranks([rank.times_us[name] for rank in per_rank]) for name in errors}
+        per_rank = run_ranks(_rank, num_ranks, op, size, mpi_job, progress_path, mode="process", timeout_s=_TIMEOUT_S)
+    where = f"at {op.SIZE}={size}, {num_ranks} ranks)"
+    first = per_rank[0].errors
+    _require_right(op, first, "before it is timed", where)
+    last = {name: _largest([rank.last_errors[name] for rank in per_rank]) for name in first}
+    _require_right(op, last, "after it was timed", where)
+    errors = {name: max(first[name], last[name]) for name in first}
+    times = {
+        name: device.collective_us([rank.times[name] for rank in per_rank], num_calls=op.burst, skew_us=op.skew_us)
+        for name in errors
+    }
+    spread_us = device.entry_spread_us([rank.times[OURS] for rank in per_rank])
     num_bytes = op.num_bytes(num_ranks, size)
-    floor_us = floor.of_all_ranks_us([rank.memcpy_us for rank in per_rank]) if num_bytes else 0.0
+    floor_us = device.floor_us([rank.floor_us for rank in per_rank]) if num_bytes else 0.0
     ours = summarize(times[OURS])
     row = {
         "op": op.NAME,
         "device": op.device,
+        "mode": device.mode,
         "isa": isa,
         "num_ranks": num_ranks,
         op.SIZE: size,
         **op.fields(),
         "dtype": op.dtype,
+        "skew_us": op.skew_us,
+        "timed_from": "last entry" if op.skew_us else "own entry",
+        "entry_spread_us": round(summarize(spread_us).median_us, 3) if spread_us else None,
         "num_iters": op.iters,
         "calls_per_sample": op.burst,
         "samples_per_turn": op.turn,
+        "warmup_turns": op.warmup,
+        "seed": op.seed,
         "median_us": round(ours.median_us, 3),
         "p99_us": round(ours.p99_us, 3),
         "bytes": num_bytes,
@@ -127,34 +191,52 @@ def measure_row(op: BenchOp, num_ranks: int, size: int, isa: str) -> tuple[dict[
     return row, times
 
 
+def _require_right(op: BenchOp, errors: Mapping[str, float], when: str, where: str) -> None:
+    for name, error in errors.items():
+        if not error <= op.MAX_ERROR:
+            raise DcpError(f"bench: {op.wrong(name, error, when)} {where}")
+
+
+def _largest(errors: Sequence[float]) -> float:
+    """Also of what is not a number, which `max` may pass over."""
+    return torch.tensor(errors, dtype=torch.float64).max().item()
+
+
 def _baseline_entry(op: BenchOp, times_us: list[float], error: float) -> dict[str, float]:
     summary = summarize(times_us)
     return {"median_us": round(summary.median_us, 3), "p99_us": round(summary.p99_us, 3), op.ERROR: error}
 
 
-def _rank(group: torch.distributed.ProcessGroup, op: BenchOp, size: int, mpi_job: str | None) -> Samples:
+def _rank(
+    group: torch.distributed.ProcessGroup, op: BenchOp, size: int, mpi_job: str | None, progress_path: str | None
+) -> Samples:
     """What every rank process does for one row."""
     rank, num_ranks = group.rank(), group.size()
-    measure.use_spare_cpus(num_ranks)
+    progress, device = Progress(progress_path, rank), for_device(op.device, op.mode)
+    device.open_rank(rank, num_ranks)
     with (
-        dcpkernels.Workspace(group, op.device, op.config(num_ranks, size)) as workspace,
+        dcpkernels.Workspace(group, device.torch_device, op.config(num_ranks, size)) as workspace,
         op.opened(workspace, group, size, mpi_job) as subject,
     ):
-        measure.bind_to_own_cpus(rank, num_ranks)
+        device.bind_rank()
         errors = _largest_of_all_ranks(subject.check(), group)
-        if any(error > op.MAX_ERROR for error in errors.values()):
-            return Samples({}, [], errors)
+        if any(not error <= op.MAX_ERROR for error in errors.values()):
+            return Samples({}, [], errors, {})
         barrier = measure.Barrier(workspace)
-        times = measure.take_turns(
-            subject.candidates,
+        candidates = {name: Kept(candidate) for name, candidate in subject.candidates.items()}
+        times = device.take_turns(
+            candidates,
             barrier,
             iters=op.iters,
             warmup=op.warmup,
             num_calls=op.burst,
             turn=op.turn,
             produce=subject.produce,
+            skew_us=op.skew_us,
+            progress=progress.add_call,
         )
-        return Samples(times, floor.memcpy_samples_us(op.num_bytes(num_ranks, size), barrier), errors)
+        last_errors = subject.check_last({name: candidate.result for name, candidate in candidates.items()})
+        return Samples(times, device.floor_samples_us(op.num_bytes(num_ranks, size), barrier), errors, last_errors)
 
 
 def _largest_of_all_ranks(errors: dict[str, float], group: torch.distributed.ProcessGroup) -> dict[str, float]:
@@ -162,27 +244,3 @@ def _largest_of_all_ranks(errors: dict[str, float], group: torch.distributed.Pro
     values = torch.tensor(list(errors.values()), dtype=torch.float64)
     torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=group)
     return dict(zip(errors, values.tolist(), strict=True))
-
-
-def _table_of(op: BenchOp, rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    columns = ["ranks", op.SIZES, "median us", "p99 us", "MiB moved", "floor us", "% of floor", op.ERROR_COLUMN]
-    for name in op.baselines:
-        columns += [f"{name} median us", f"{name} p99 us", "ratio"]
-    lines = []
-    for row in rows:
-        line = [
-            str(row["num_ranks"]),
-            f"{row[op.SIZE]:,}",
-            f"{row['median_us']:,.1f}",
-            f"{row['p99_us']:,.1f}",
-            f"{row['bytes'] / 2**20:.3f}",
-            f"{row['floor_us']:,.1f}",
-            "-" if row["pct_of_floor"] is None else f"{row['pct_of_floor']:.0f}",
-            f"{row[op.ERROR]:.4g}",
-        ]
-        for name in op.baselines:
-            entry = row["baselines"][name]
-            ratio = entry["median_us"] / row["median_us"]
-            line += [f"{entry['median_us']:,.1f}", f"{entry['p99_us']:,.1f}", f"{ratio:.1f}x"]
-        lines.append(line)
-    return columns, lines

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 import dcpkernels
-from dcpkernels.cli import baselines, measure
+from dcpkernels.cli import baselines, measure, stamps
 from dcpkernels.cli.bench_op import DTYPES, OURS, BenchOp, Subject
-from dcpkernels.cli.verify import rank_inputs, verify_hard_inputs, verify_timed_inputs
+from dcpkernels.cli.verify import Truth, rank_inputs, truth_of_timed_inputs, verify_hard_inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,14 @@ class A2aLseReduce(BenchOp):
     ERROR: ClassVar[str] = "max_err_over_bound"
     ERROR_COLUMN: ClassVar[str] = "err / bound"
     MAX_ERROR: ClassVar[float] = 1.0
+    SWEEPS: ClassVar[tuple[str, ...]] = (*BenchOp.SWEEPS, "wire", "packet_bytes")
+
+    def canonical(self) -> A2aLseReduce:
+        return self if self.wire == "packet" else replace(self, packet_bytes=A2aLseReduce.packet_bytes)
 
     def describe(self) -> str:
-        wire = "zero copy" if self.zero_copy else f"wire {self.wire}"
+        wire = f"wire {self.wire}" + (f" of {self.packet_bytes} bytes" if self.wire == "packet" else "")
+        wire = "zero copy" if self.zero_copy else wire
         return f"{wire}, {self.num_heads} heads, head_dim {self.head_dim}"
 
     def fields(self) -> dict[str, Any]:
@@ -45,6 +50,7 @@ class A2aLseReduce(BenchOp):
             "num_heads": self.num_heads,
             "head_dim": self.head_dim,
             "wire": self.wire,
+            "packet_bytes": self.packet_bytes if self.wire == "packet" else None,
             "zero_copy": self.zero_copy,
         }
 
@@ -66,8 +72,8 @@ class A2aLseReduce(BenchOp):
         head_bytes = self.head_dim * DTYPES[self.dtype].itemsize + 4
         return (num_ranks - 1) * size * (self.num_heads // num_ranks) * head_bytes
 
-    def wrong(self, name: str, error: float) -> str:
-        return f"{name} must be within the error bound before it is timed (got {error:.3g} times the bound"
+    def wrong(self, name: str, error: float, when: str) -> str:
+        return f"{name} must be within the error bound {when} (got {error:.3g} times the bound"
 
     @contextmanager
     def opened(
@@ -89,36 +95,67 @@ class _Merge(Subject):
         self._op, self._workspace, self._others, self._shape = op, workspace, others, shape
         num_tokens, _, head_dim = shape
         dtype = DTYPES[op.dtype]
-        self._partial_out, self._partial_lse = rank_inputs(workspace.rank, *shape, dtype, seed=op.seed)
-        self._outs = {
-            name: torch.empty(num_tokens, workspace.num_local_heads, head_dim, dtype=dtype) for name in (OURS, *others)
-        }
+        self._partial_out, self._partial_lse = (
+            tensor.to(workspace.device) for tensor in rank_inputs(workspace.rank, *shape, dtype, seed=op.seed)
+        )
+        out_shape = (num_tokens, workspace.num_local_heads, head_dim)
+        self._outs = {name: torch.empty(out_shape, dtype=dtype, device=workspace.device) for name in (OURS, *others)}
         self._ours = _Ours(workspace, self._partial_out, self._partial_lse, self._outs[OURS], op.lse_base)
         self.candidates = {OURS: self._ours}
-        self._inputs = {}
         for name, other in others.items():
-            if baselines.is_exchange(name):
-                self.candidates[name], self._inputs[name] = other.exchange, other.packed
-            else:
-                self.candidates[name] = partial(other, self._partial_out, self._partial_lse, self._outs[name])
-                self._inputs[name] = self._partial_out
+            self.candidates[name] = (
+                other.exchange
+                if baselines.is_exchange(name)
+                else partial(other, self._partial_out, self._partial_lse, self._outs[name])
+            )
+        self._stamp = 0
+        self._stamp_of: dict[str, int] = {}  # of what the last call of a candidate has read
+        self._stamp_in = {self._partial_out.data_ptr(): 0}  # of what lies at an address
+        # In a burst a zero-copy call may get either of two buffers, and there is no time to write it anew.
+        self._stamps_step = 0 if op.zero_copy and op.burst > 1 else 1
+        self._truth: Truth | None = None
 
     def produce(self, name: str) -> None:
+        self._stamp += self._stamps_step
+        self._stamp_of[name] = self._stamp
         if name == OURS:
-            self._ours.produce()
+            stamps.stamp_signs(*self._restamped(self._ours.take_input()))
+        elif baselines.is_exchange(name):
+            stamps.stamp_bytes(*self._restamped(self._others[name].packed))
         else:
-            self._inputs[name].add_(0)
+            stamps.stamp_signs(*self._restamped(self._partial_out))
+
+    def _restamped(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """A tensor, and what it has to be stamped with to have the current stamp."""
+        # One that is new is a copy, just made.
+        before = self._stamp_in.get(tensor.data_ptr(), self._stamp_in[self._partial_out.data_ptr()])
+        self._stamp_in[tensor.data_ptr()] = self._stamp
+        return tensor, before ^ self._stamp
 
     def check(self) -> dict[str, float]:
         op, workspace = self._op, self._workspace
-        self._ours.produce()
+        # First, because with zero copy these inputs are copied into the buffers that the timed ones are to lie in.
+        hard = verify_hard_inputs(workspace, self._shape[0], lse_base=op.lse_base, seed=op.seed)
+        self._restamped(self._ours.take_input())
         self._ours()
         for name, other in self._others.items():  # all of it, also of one of which less is timed
             other(self._partial_out, self._partial_lse, self._outs[name])
+            self._restamped(other.packed)
         rank, num_ranks, dtype = workspace.rank, workspace.num_ranks, DTYPES[op.dtype]
-        errors = verify_timed_inputs(self._outs, rank, num_ranks, *self._shape, dtype, seed=op.seed)
-        hard = verify_hard_inputs(workspace, self._shape[0], lse_base=op.lse_base, seed=op.seed)
+        self._truth = truth_of_timed_inputs(rank, num_ranks, *self._shape, dtype, seed=op.seed)
+        errors = {name: self._truth.max_err_over_bound(out) for name, out in self._outs.items()}
         return errors | {OURS: max(errors[OURS], hard)}
+
+    def check_last(self, results: Mapping[str, Any]) -> dict[str, float]:
+        errors = {}
+        for name, out in self._outs.items():
+            if baselines.is_exchange(name):  # what it has received is the truth once it is merged
+                stamps.stamp_bytes(self._others[name].received, self._stamp_of[name])
+                self._others[name].merge(out)
+            else:
+                stamps.stamp_signs(out, self._stamp_of[name])
+            errors[name] = self._truth.max_err_over_bound(out)
+        return errors
 
 
 class _Ours:
@@ -143,8 +180,10 @@ class _Ours:
             self._filled.add(partial_out.copy_(self._attention).data_ptr())
         return partial_out
 
-    def produce(self) -> None:
-        self._partial_out = self._next().add_(0)
+    def take_input(self) -> torch.Tensor:
+        """Where the next call's input is to be written."""
+        self._partial_out = self._next()
+        return self._partial_out
 
     def __call__(self) -> None:
         # In a burst only the first call's tensor is written anew.

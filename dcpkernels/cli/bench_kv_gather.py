@@ -76,7 +76,9 @@ class _Subject(GatherSubject):
         self, op: KvGather, workspace: dcpkernels.Workspace, group: torch.distributed.ProcessGroup, num_rows: int
     ) -> None:
         self._op, self._num_ranks, self._num_rows = op, workspace.num_ranks, num_rows
-        cache, blocks = op.cache_of(workspace.rank, workspace.num_ranks, num_rows)
+        cache, blocks = (
+            tensor.to(workspace.device) for tensor in op.cache_of(workspace.rank, workspace.num_ranks, num_rows)
+        )
         plan = dcpkernels.KVGatherPlan(
             [num_rows],
             [blocks],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -31,18 +31,39 @@ class Subject(ABC):
 
     @abstractmethod
     def produce(self, name: str) -> None:
-        """Writes the input of that candidate anew, and does what a decode step does between two calls. Not timed."""
+        """Writes the input of that candidate anew, with another stamp (`stamps`), and does what a decode step does
+        between two calls. Not timed. All ranks make the same calls of it."""
 
     @abstractmethod
     def check(self) -> dict[str, float]:
         """Runs every candidate: how wrong its result is on this rank, as `BenchOp.ERROR` counts it. Collective."""
 
+    @abstractmethod
+    def check_last(self, results: Mapping[str, Any]) -> dict[str, float]:
+        """As `check`, of what the last call of each candidate has left behind, or returned: `results`."""
+
+
+class Kept:
+    """A candidate whose last result can still be had."""
+
+    __slots__ = ("_candidate", "result")
+
+    def __init__(self, candidate: Callable[[], object]) -> None:
+        self._candidate, self.result = candidate, None
+
+    def __call__(self) -> None:
+        self.result = self._candidate()
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOp(ABC):
-    """An op, and how it is to be timed. `sizes` are its calls' tokens or rows, of which each makes a row of the bench."""
+    """An op, and how it is to be timed. Each of `ranks` with each of `sizes`, its calls' tokens or rows, makes a row.
+
+    Of the fields in SWEEPS the command line takes lists: each combination is an object of its own.
+    """
 
     device: str = "cpu"
+    mode: str | None = None  # of the device's; None is its default
     ranks: tuple[int, ...] = (2,)
     dtype: str = "bf16"
     baselines: tuple[str, ...] = ("gloo",)
@@ -51,6 +72,7 @@ class BenchOp(ABC):
     warmup: int = 3
     turn: int = 8
     burst: int = 1
+    skew_us: float = 0.0
     seed: int = 0
 
     NAME: ClassVar[str]
@@ -60,6 +82,7 @@ class BenchOp(ABC):
     ERROR: ClassVar[str]  # what is wrong with a result, in the JSON
     ERROR_COLUMN: ClassVar[str]
     MAX_ERROR: ClassVar[float]
+    SWEEPS: ClassVar[tuple[str, ...]] = ("dtype", "mode", "skew_us")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -82,8 +105,8 @@ class BenchOp(ABC):
         """What one rank has to store in one call."""
 
     @abstractmethod
-    def wrong(self, name: str, error: float) -> str:
-        """What must hold of the result of a candidate, and what was found."""
+    def wrong(self, name: str, error: float, when: str) -> str:
+        """What must hold of the result of a candidate then, for example "before it is timed", and what was found."""
 
     @abstractmethod
     def opened(
@@ -93,3 +116,7 @@ class BenchOp(ABC):
 
     def require(self) -> None:
         """Raises DcpInvalidArgument or DcpUnsupported for options that do not fit together."""
+
+    def canonical(self) -> BenchOp:
+        """The same rows, with defaults for options that have no effect beside the others."""
+        return self

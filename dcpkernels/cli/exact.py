@@ -22,11 +22,6 @@ def random_bytes(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Ge
     return torch.randint(256, size, dtype=torch.uint8, generator=generator).view(dtype)
 
 
-def rewrite(tensor: torch.Tensor) -> None:
-    """Writes every byte of a contiguous tensor anew, as it is."""
-    tensor.view(torch.uint8).add_(0)
-
-
 def words_of(tensor: torch.Tensor, row_bytes: int) -> torch.Tensor:
     """A tensor whose last dim is a multiple of row_bytes, as the widest integers: torch moves those the fastest, and
     float8 with few of its functions."""

@@ -28,6 +28,28 @@ def ratio(text: str) -> float:
     return value
 
 
+def microseconds(text: str) -> float:
+    return ratio(text)
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """As argparse's `choices`, for the values of a list."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(names)} (got {text})")
+        return text
+
+    return parse
+
+
+def number_of(*numbers: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        return int(one_of(*map(str, numbers))(text))
+
+    return parse
+
+
 def list_of(kind: Callable[[str], object]) -> Callable[[str], tuple]:
     def parse(text: str) -> tuple:
         return tuple(kind(part.strip()) for part in text.split(",") if part.strip())

@@ -1,6 +1,8 @@
-"""What a bench rank checks before anything is timed, against the fp64 reference and the bound of docs/protocol.md."""
+"""What a bench rank checks before and after it has timed, against the fp64 reference and the bound of docs/protocol.md."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -29,18 +31,20 @@ def rank_inputs(
     return torch.randn(num_tokens, num_heads, head_dim, generator=own).to(dtype), lse
 
 
-def verify_timed_inputs(
-    outs: dict[str, torch.Tensor],
-    rank: int,
-    num_ranks: int,
-    num_tokens: int,
-    num_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    *,
-    seed: int,
-) -> dict[str, float]:
-    """Largest error / bound of each output [T, Hr, D] of this rank for `rank_inputs`. One rank's input at a time."""
+class Truth(NamedTuple):
+    """Of one rank's output [T, Hr, D], fp64."""
+
+    exact: torch.Tensor
+    bound: torch.Tensor
+
+    def max_err_over_bound(self, out: torch.Tensor) -> float:
+        return max_err_over_bound(out.cpu(), self.exact, self.bound)
+
+
+def truth_of_timed_inputs(
+    rank: int, num_ranks: int, num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype, *, seed: int
+) -> Truth:
+    """For `rank_inputs`. One rank's input at a time."""
     heads = _heads_of(rank, num_ranks, num_heads)
     shards = []
     for peer in range(num_ranks):
@@ -48,8 +52,7 @@ def verify_timed_inputs(
         shards.append((partial_out[:, heads].clone(), partial_lse[:, heads].clone()))
     partial_outs, partial_lses = (torch.stack(parts) for parts in zip(*shards, strict=True))
     exact, _ = reference.a2a_lse_reduce(partial_outs, partial_lses, lse_base="e")
-    bound = error_bound(partial_outs, partial_lses, lse_base="e", out_dtype=dtype)
-    return {name: max_err_over_bound(out, exact, bound) for name, out in outs.items()}
+    return Truth(exact, error_bound(partial_outs, partial_lses, lse_base="e", out_dtype=dtype))
 
 
 def verify_hard_inputs(workspace: dcpkernels.Workspace, num_tokens: int, *, lse_base: str, seed: int) -> float:
@@ -67,9 +70,8 @@ def verify_hard_inputs(workspace: dcpkernels.Workspace, num_tokens: int, *, lse_
             kind=kind,
             seed=seed,
         )
-        out = dcpkernels.a2a_lse_reduce(
-            partial_outs[workspace.rank], partial_lses[workspace.rank], workspace=workspace, lse_base=lse_base
-        )
+        own = (parts[workspace.rank].to(workspace.device) for parts in (partial_outs, partial_lses))
+        out = dcpkernels.a2a_lse_reduce(*own, workspace=workspace, lse_base=lse_base).cpu()
         partial_outs, partial_lses = partial_outs[:, :, heads], partial_lses[:, :, heads]
         exact, _ = reference.a2a_lse_reduce(partial_outs, partial_lses, lse_base="e")
         bound = error_bound(partial_outs, partial_lses, lse_base="e", out_dtype=config.dtype)

@@ -6,7 +6,9 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Sample = TypeVar("Sample")
 
 
 class Summary(NamedTuple):
@@ -36,10 +38,20 @@ def max_over_ranks(samples_us: Sequence[Sequence[float]]) -> list[float]:
 
 def time_us(fn: Callable[[], object], num_calls: int = 1) -> float:
     """Microseconds per call of `fn`, averaged over `num_calls` calls back to back."""
+    start, end = span_ns(fn, num_calls)
+    return (end - start) / 1e3 / num_calls
+
+
+def span_ns(fn: Callable[[], object], num_calls: int = 1) -> tuple[int, int]:
+    """When `num_calls` calls of `fn` back to back began and when they were over, by `time.perf_counter_ns`.
+
+    On Linux that is CLOCK_MONOTONIC (`time.get_clock_info("perf_counter")` says so), which all processes of a host read
+    alike: spans of several ranks can be held against each other.
+    """
     start = time.perf_counter_ns()
     for _ in range(num_calls):
         fn()
-    return (time.perf_counter_ns() - start) / 1e3 / num_calls
+    return start, time.perf_counter_ns()
 
 
 def interleave(
@@ -50,8 +62,10 @@ def interleave(
     num_calls: int = 1,
     turn: int = 1,
     before: Callable[[str], object] | None = None,
-) -> dict[str, list[float]]:
-    """Times candidates in turn, `rounds` turns each: microseconds per call, by candidate.
+    sample: Callable[[Callable[[], object], int], Sample] = time_us,
+) -> dict[str, list[Sample]]:
+    """Times candidates in turn, `rounds` turns each: by candidate, what `sample(candidate, num_calls)` returns, by
+    default the microseconds of a call.
 
     A turn is `turn` samples one after the other, of which the first half is dropped: by then the caches are as
     the candidate itself leaves them, and not as the one before it did. A sample is the mean of `num_calls`
@@ -63,13 +77,13 @@ def interleave(
     every sample of a candidate (a barrier).
     """
     names = list(candidates)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[Sample]] = {name: [] for name in names}
     for round_idx in range(-warmup, rounds):
         for name in names if round_idx % 2 == 0 else reversed(names):
             for place in range(turn):
                 if before is not None:
                     before(name)
-                sample = time_us(candidates[name], num_calls)
+                taken = sample(candidates[name], num_calls)
                 if round_idx >= 0 and place >= turn // 2:
-                    times[name].append(sample)
+                    times[name].append(taken)
     return times
