@@ -1,13 +1,17 @@
 """The command line: `dcpkernels demo` and `dcpkernels bench OP`. Only this package and bench/ print.
 
-Exit codes: 0 all well, 1 a check failed or a rank did, 2 the request cannot be served (as argparse does), 130 Ctrl-C.
+Exit codes: 0 all well, 1 a check failed or a rank did, 2 the request cannot be served (as argparse does), 130 Ctrl-C or
+SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from dcpkernels import __version__
@@ -20,15 +24,35 @@ DEFAULT_PNG = "dcpkernels-demo.png"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. `--help`, `--version` and bad options end by SystemExit."""
-    args = _parser().parse_args(argv)
     try:
-        return args.run(args)
+        with _ended_as_by_ctrl_c():
+            args = _parser().parse_args(argv)
+            return args.run(args)
     except (DcpInvalidArgument, DcpUnsupported) as error:
         return _complain(error, 2)
     except DcpError as error:
         return _complain(error, 1)
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
+
+
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """By SIGTERM and SIGHUP too: a command that these just end would leave folders behind. Where somebody handles or
+    ignores them already, as nohup does, that stays."""
+    signals = [signum for signum in _ENDING if signal.getsignal(signum) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        signals = []
+    for signum in signals:
+        signal.signal(signum, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for signum in signals:
+            signal.signal(signum, signal.SIG_DFL)
+
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def _complain(what: object, exit_code: int) -> int:

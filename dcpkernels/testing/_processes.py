@@ -51,7 +51,8 @@ class _Server:
         # A test module imports pytest, in every rank again unless the server has.
         preload = ["numpy", "torch", "torch.distributed", *(["pytest"] if "pytest" in sys.modules else [])]
         command = f"from dcpkernels.testing._worker import serve; serve({theirs.fileno()}, {preload})"
-        with theirs:
+        self._is_ready = False
+        with theirs, _interrupts_blocked():
             self._process = subprocess.Popen(
                 [sys.executable, "-c", command], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env
             )
@@ -60,6 +61,7 @@ class _Server:
         if not select.select([self.socket], [], [], _READY_S)[0]:
             raise _ServerLost(f"run_ranks: the fork server must be ready within {_READY_S:g} s")
         self.receive()
+        self._is_ready = True
 
     def send(self, *message: Any, fds: tuple[int, ...] = ()) -> None:
         try:
@@ -82,6 +84,8 @@ class _Server:
     def close(self) -> None:
         """The server ends when its socket closes, and the ranks that still run die with it."""
         self.socket.close()
+        if not self._is_ready:  # it would see that when its imports are done, and has no ranks yet
+            self._process.kill()
         self._wait()
 
     def _lost(self) -> _ServerLost:
@@ -93,6 +97,17 @@ class _Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """SIGINT waits in this thread, and in processes that it starts here for as long as they want: Ctrl-C goes to the whole
+    group, and a server that still imports would answer it with a traceback of its own."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Shared:

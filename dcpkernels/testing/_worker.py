@@ -61,6 +61,7 @@ class Job(NamedTuple):
 
 def serve(control_fd: int, preload: Sequence[str]) -> None:
     """Runs the server until the caller's end of the socket closes. Ranks find `preload` imported."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the caller decides
     for name in preload:
         importlib.import_module(name)
     wake_r, wake_w = os.pipe()
@@ -68,7 +69,6 @@ def serve(control_fd: int, preload: Sequence[str]) -> None:
     os.set_blocking(wake_w, False)
     signal.set_wakeup_fd(wake_w)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the wake-up pipe
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the caller decides
     running: dict[int, int] = {}  # pid -> rank
     # A caller that is gone shows as the end of what it sends, or as a broken pipe.
     with socket.socket(fileno=control_fd) as control, contextlib.suppress(BrokenPipeError):
@@ -116,6 +116,7 @@ def _run_rank(rank: int, fds: RankFds) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the server was started with it blocked
         faulthandler.register(signal.SIGUSR1, file=fds.stacks, all_threads=True)
         faulthandler.enable(file=fds.stacks, all_threads=True)
         os.dup2(fds.stdout, 1)
