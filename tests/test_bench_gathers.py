@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from dcpkernels.cli import bench, exact, main
+from dcpkernels.cli.baselines import is_exchange
+from dcpkernels.cli.baselines_gather import AllGather
+from dcpkernels.cli.bench_gather import GatherSubject
 from dcpkernels.cli.bench_kv_gather import KvGather
 from dcpkernels.cli.bench_op import OURS, BenchOp, Subject
 from dcpkernels.cli.bench_query_gather import QueryGather
@@ -117,8 +120,12 @@ class Broken(BenchOp):
                 out.view(torch.uint8).view(-1)[7] ^= 1
                 return out
 
+            def wrong_exchange() -> None:
+                subject.bare[self.broken].packed.view(torch.uint8).view(-1)[7] ^= 1
+                right()
+
             if workspace.rank == 1:
-                subject.candidates[self.broken] = wrong
+                subject.candidates[self.broken] = wrong_exchange if is_exchange(self.broken) else wrong
             yield subject
 
 
@@ -132,17 +139,61 @@ class BrokenKv(Broken, KvGather):
     pass
 
 
-@pytest.mark.parametrize("name", [OURS, "gloo"])
+@pytest.mark.parametrize("name", [OURS, "gloo", "gloo-exchange"])
 @pytest.mark.parametrize(
     "op",
     [BrokenQuery(num_heads=4, head_dim=8, tokens=(3,)), BrokenKv(kv_dim=8, block_size=4, rows=(30,))],
     ids=["query_gather", "kv_gather"],
 )
 def test_bench_times_nothing_wrong(op: Broken, name: str) -> None:
-    op = replace(op, broken=name)
+    op = replace(op, broken=name, baselines=("gloo", "gloo-exchange"))
     size = f"{op.SIZE}={op.sizes[0]}"
     with pytest.raises(DcpError, match=rf"bench: {name} must be equal .* \(got 1 wrong bytes at {size}, 2 ranks\)"):
         bench.measure_row(op, 2, op.sizes[0], bench.check(op))
+
+
+class Copied(AllGather):
+    """`is_packed`: the input is what is sent, as that of a query in one part is."""
+
+    def __init__(self, query: torch.Tensor, *, is_packed: bool) -> None:
+        self.query, self.packed = query, query if is_packed else torch.zeros_like(query)
+        self.received = torch.zeros_like(query)
+
+    def pack(self) -> None:
+        self.packed.copy_(self.query)
+
+    def exchange(self) -> None:
+        self.received.copy_(self.packed)
+
+    def unpack(self) -> torch.Tensor:
+        return self.received
+
+
+class OneRank(GatherSubject):
+    def truth(self) -> torch.Tensor:
+        return torch.arange(4.0)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_bare_exchange_is_timed_alone_with_its_packed_buffer_written_anew(is_packed: bool) -> None:
+    query = torch.arange(4.0)
+    others = {name: Copied(query, is_packed=is_packed) for name in ("gloo", "gloo-exchange")}
+    bare = others["gloo-exchange"]
+    subject = OneRank((query,), query.clone, others)
+    assert subject.check() == {OURS: 0, "gloo": 0, "gloo-exchange": 0}
+
+    results: dict[str, object] = {}
+    for name in ("gloo", "gloo-exchange", OURS, "gloo-exchange", "gloo"):
+        before = bare.packed.clone(), query.clone()
+        subject.produce(name)
+        written = [not torch.equal(*pair) for pair in zip(before, (bare.packed, query), strict=True)]
+        assert written == ([True, True] if is_packed else [name == "gloo-exchange", name != "gloo-exchange"])
+        results[name] = subject.candidates[name]()
+        if name == "gloo-exchange":
+            assert torch.equal(bare.received, bare.packed) and results[name] is None  # nothing before, nothing behind
+    assert subject.check_last(results) == {OURS: 0, "gloo": 0, "gloo-exchange": 0}
+    subject.produce("gloo-exchange")  # and it does not run: what it has received is of the call before
+    assert subject.check_last(results) == {OURS: 0, "gloo": 0, "gloo-exchange": 16}
 
 
 def test_what_counts_as_a_wrong_byte() -> None:
@@ -162,7 +213,10 @@ def test_what_counts_as_a_wrong_byte() -> None:
     [
         (["query_gather", "--ranks", "7"], "num_heads must be divisible by num_ranks=7 (got 96)"),
         (["query_gather", "--ranks", "2,7"], "num_heads must be divisible by num_ranks=7 (got 96)"),
-        (["query_gather", "--baselines", "openmpi"], "baselines must be of gloo (got openmpi)"),
+        (
+            ["query_gather", "--baselines", "mpi"],
+            "baselines must be of gloo, gloo-exchange, openmpi, openmpi-exchange (got mpi)",
+        ),
         (["query_gather", "--parts", "512,63"], "parts must sum to head_dim=576 (got 512,63)"),
         (
             ["query_gather", "--quantise", "--dtype", "e5m2"],

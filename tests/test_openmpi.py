@@ -55,6 +55,33 @@ def test_bench_rows_of_openmpi(num_ranks: int, tmp_path: Path, capsys: pytest.Ca
     assert row["machine"]["mpi"].startswith("Open MPI") and row["machine"]["mpi"] in capsys.readouterr().out
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize(
+    ("num_ranks", "gather"),
+    [
+        (
+            3,
+            ["query_gather", "--heads", "6", "--head-dim", "24", "--tokens", "5", "--parts", "17,7", "--dtype", "e4m3"],
+        ),
+        (1, ["query_gather", "--heads", "6", "--head-dim", "24", "--tokens", "5", "--quantise"]),
+        (3, ["kv_gather", "--kv-dim", "24", "--block-size", "16", "--interleave", "3", "--rows", "100"]),
+    ],
+    ids=["query in parts", "quantised query", "kv"],
+)
+def test_gathers_by_openmpi(num_ranks: int, gather: list[str], tmp_path: Path) -> None:
+    """On one line with gloo, and like it equal to the reference in every byte; three ranks hold unlike numbers of rows."""
+    out = tmp_path / "out.json"
+    names = ["openmpi", "gloo", "openmpi-exchange"]
+    options = ["--ranks", str(num_ranks), "--iters", "3", "--warmup", "1", "--baselines", ",".join(names)]
+    assert main(["bench", *gather, *options, "--json", str(out)]) == 0
+    (row,) = json.loads(out.read_text())
+    assert list(row["baselines"]) == names and row["machine"]["mpi"].startswith("Open MPI")
+    for entry in row["baselines"].values():
+        assert 0 < entry["median_us"] <= entry["p99_us"] and entry["wrong_bytes"] == 0
+    fastest = min(row["baselines"][name]["median_us"] for name in ("openmpi", "gloo"))
+    assert row["speedup"] == pytest.approx(fastest / row["median_us"], abs=0.01, rel=0.02)
+
+
 # -- without
 
 

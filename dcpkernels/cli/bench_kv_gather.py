@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ import torch
 
 import dcpkernels
 from dcpkernels import layout, reference
-from dcpkernels.cli import baselines_kv_gather, exact
+from dcpkernels.cli import baselines_gather, baselines_kv_gather, exact
 from dcpkernels.cli.bench_gather import Gather, GatherSubject
 from dcpkernels.cli.bench_op import DTYPES, Subject
 
@@ -28,7 +28,7 @@ class KvGather(Gather):
     iters: int = 24
 
     NAME: ClassVar[str] = "kv_gather"
-    BASELINES: ClassVar[tuple[str, ...]] = baselines_kv_gather.NAMES
+    BASELINES: ClassVar[tuple[str, ...]] = baselines_gather.NAMES
     SIZES: ClassVar[str] = "rows"
     SIZE: ClassVar[str] = "num_rows"
 
@@ -68,12 +68,17 @@ class KvGather(Gather):
     def opened(
         self, workspace: dcpkernels.Workspace, group: torch.distributed.ProcessGroup, size: int, mpi_job: str | None
     ) -> Iterator[Subject]:
-        yield _Subject(self, workspace, group, size)
+        with baselines_gather.exchanges(self.baselines, group, mpi_job) as exchanges:
+            yield _Subject(self, workspace, exchanges, size)
 
 
 class _Subject(GatherSubject):
     def __init__(
-        self, op: KvGather, workspace: dcpkernels.Workspace, group: torch.distributed.ProcessGroup, num_rows: int
+        self,
+        op: KvGather,
+        workspace: dcpkernels.Workspace,
+        exchanges: Mapping[str, baselines_gather.Exchange],
+        num_rows: int,
     ) -> None:
         self._op, self._num_ranks, self._num_rows = op, workspace.num_ranks, num_rows
         cache, blocks = (
@@ -90,8 +95,10 @@ class _Subject(GatherSubject):
         )
         ours = partial(dcpkernels.kv_gather, cache, plan, 0, workspace=workspace)
         others = {
-            name: baselines_kv_gather.AllGatherRows(group, cache, blocks, num_rows, op.interleave)
-            for name in op.baselines
+            name: baselines_kv_gather.AllGatherRows(
+                workspace.num_ranks, all_gather, cache, blocks, num_rows, op.interleave
+            )
+            for name, all_gather in exchanges.items()
         }
         super().__init__((cache,), ours, others)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ import torch
 
 import dcpkernels
 from dcpkernels import reference
-from dcpkernels.cli import baselines_query_gather, exact, measure, stamps
+from dcpkernels.cli import baselines_gather, baselines_query_gather, exact, measure, stamps
 from dcpkernels.cli.bench_gather import Gather, GatherSubject
 from dcpkernels.cli.bench_op import DTYPES, OURS, Subject
 from dcpkernels.errors import DcpInvalidArgument
@@ -29,7 +29,7 @@ class QueryGather(Gather):
     quantise: bool = False
 
     NAME: ClassVar[str] = "query_gather"
-    BASELINES: ClassVar[tuple[str, ...]] = baselines_query_gather.NAMES
+    BASELINES: ClassVar[tuple[str, ...]] = baselines_gather.NAMES
     SIZES: ClassVar[str] = "tokens"
     SIZE: ClassVar[str] = "num_tokens"
 
@@ -86,19 +86,27 @@ class QueryGather(Gather):
     def opened(
         self, workspace: dcpkernels.Workspace, group: torch.distributed.ProcessGroup, size: int, mpi_job: str | None
     ) -> Iterator[Subject]:
-        yield _Subject(self, workspace, group, size)
+        with baselines_gather.exchanges(self.baselines, group, mpi_job) as exchanges:
+            yield _Subject(self, workspace, exchanges, size)
 
 
 class _Subject(GatherSubject):
     def __init__(
-        self, op: QueryGather, workspace: dcpkernels.Workspace, group: torch.distributed.ProcessGroup, num_tokens: int
+        self,
+        op: QueryGather,
+        workspace: dcpkernels.Workspace,
+        exchanges: Mapping[str, baselines_gather.Exchange],
+        num_tokens: int,
     ) -> None:
         self._op, self._workspace, self._num_tokens = op, workspace, num_tokens
         query_parts = op.query_of(workspace.rank, workspace.num_ranks, num_tokens)
         parts = tuple(part.to(workspace.device) for part in query_parts)
         query = parts if op.parts else parts[0]
         ours = partial(dcpkernels.query_gather, query, workspace=workspace, scale=op.scale)
-        others = {name: baselines_query_gather.AllGatherHeads(group, parts, op.scale) for name in op.baselines}
+        others = {
+            name: baselines_query_gather.AllGatherHeads(workspace.num_ranks, all_gather, parts, op.scale)
+            for name, all_gather in exchanges.items()
+        }
         super().__init__(parts, ours, others)
 
     def produce(self, name: str) -> None:

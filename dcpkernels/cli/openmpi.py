@@ -90,6 +90,14 @@ def all_to_all(comm: Any, recv: torch.Tensor, send: torch.Tensor) -> Callable[[]
     return lambda: comm.Alltoall(send_spec, recv_spec)
 
 
+def all_gather(comm: Any, recv: torch.Tensor, send: torch.Tensor) -> Callable[[], object]:
+    """MPI_Allgather of contiguous tensors of one integer type, prepared. Its counts are in elements and 32 bits wide:
+    with 8 bytes each, as `exact.words_of` makes them, a rank's part may have 16 GiB.
+    """
+    send_array, recv_array = send.numpy(), recv.numpy()
+    return lambda: comm.Allgather(send_array, recv_array)
+
+
 def _mpi() -> Any:
     """mpi4py.MPI, neither initialized by being imported nor finalized at exit."""
     import mpi4py
