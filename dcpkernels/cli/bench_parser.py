@@ -35,17 +35,19 @@ _WRONG_BYTES = (
     f"{_EPILOG}  bytes are those of the rank's own part, stored once: on a CPU all ranks map one buffer.  wrong_bytes: "
     "bytes that differ from the reference, the most on any rank, before and after it was timed; above 0 the run fails."
 )
+_BARE = "gloo-exchange and openmpi-exchange are the all-gather alone, of what is packed beforehand. All is allocated before."
+_PEERS = "gloo, openmpi, gloo-exchange, openmpi-exchange, or none"
 _QUERY_EPILOG = (
     "A call is query_gather. Its query is open until the merge that follows in a decode step; here release_query ends "
-    "its use before the next sample, untimed.  baseline gloo: parts are concatenated and quantised by torch ops where "
-    "there are any, then all_gather_into_tensor to [W, T, H/W, Dq] and a copy to [T, H, Dq], the final buffer. All is "
-    f"allocated beforehand.  {_WRONG_BYTES}"
+    "its use before the next sample, untimed.  baselines: parts are concatenated and quantised by torch ops where there "
+    "are any, then an all-gather to [W, T, H/W, Dq] by gloo or openmpi, and a copy to [T, H, Dq], the final buffer. "
+    f"{_BARE}  {_WRONG_BYTES}"
 )
 _KV_EPILOG = (
     "A call is kv_gather, start and wait, of a chunk that is one request of so many tokens, in blocks in random order."
-    "  baseline gloo: index_select of the rank's blocks into a slab, all_gather_into_tensor of the slabs, padded to "
-    "equal length, and one copy of the transposed view [runs, W, interleave, dim], which is sequence order: the fastest "
-    f"of four ways. All is allocated beforehand.  {_WRONG_BYTES}"
+    "  baselines: index_select of the rank's blocks into a slab, an all-gather of the slabs by gloo or openmpi, padded "
+    "to equal length, and one copy of the transposed view [runs, W, interleave, dim], which is sequence order: the "
+    f"fastest of four ways. {_BARE}  {_WRONG_BYTES}"
 )
 
 
@@ -88,7 +90,7 @@ def add(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace]
 
     add = add_op("a2a_lse_reduce", "merge of partial attention", _MERGE_EPILOG, dtypes=_MERGED, iters=200)
     _add_tokens_and_heads(add, "elements of one head's output", 512)
-    _add_baselines(add, "gloo, openmpi, gloo-exchange, openmpi-exchange, or none")
+    _add_baselines(add, _PEERS)
     _add_burst(add)
     add("--wire", type=list_of(one_of(*_WIRES)), default=("auto",), metavar="WIRE[,WIRE...]",
         help=f"how rows travel: {', '.join(_WIRES)}; auto is bulk on a CPU (default auto)")  # fmt: skip
@@ -99,7 +101,7 @@ def add(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace]
 
     add = add_op("query_gather", "gather of the query's heads", _QUERY_EPILOG, dtypes=_GATHERED, iters=200)
     _add_tokens_and_heads(add, "elements of one head of the query", 576)
-    _add_baselines(add, "gloo, or none")
+    _add_baselines(add, _PEERS)
     add("--parts", type=list_of(count), default=(), metavar="D[,D...]",
         help="the query is given in parts of so many elements, --head-dim in all, for example 512,64")  # fmt: skip
     add("--quantise", action="store_true", help="the query is gathered in fp8 e4m3, rounded on its way")
@@ -109,7 +111,7 @@ def add(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace]
     add("--kv-dim", type=count, default=576, help="elements of one row of the cache (default 576)")
     add("--block-size", type=count, default=64, help="rows of a block of the paged cache (default 64)")
     add("--interleave", type=count, default=1, help="consecutive tokens that a rank holds (default 1)")
-    _add_baselines(add, "gloo, or none")
+    _add_baselines(add, _PEERS)
     _add_burst(add)
 
 
