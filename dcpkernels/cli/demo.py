@@ -59,7 +59,7 @@ def run(options: DemoOptions, *, json_path: Path | None, png_path: Path | None, 
     machine.require_writable("--png", png_path)
     if png_path is not None and importlib.util.find_spec("matplotlib") is None:
         if png_required:
-            raise DcpUnsupported("--png: matplotlib must be installed, by `pip install 'dcpkernels[cli]'` (not found)")
+            machine.require_matplotlib("--png")
         print("no chart: matplotlib is not installed (pip install 'dcpkernels[cli]')", file=sys.stderr)
         png_path = None
     outcome = perform(options)

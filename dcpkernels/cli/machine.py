@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import torch
 
 import dcpkernels
 from dcpkernels import _backend
-from dcpkernels.errors import DcpInvalidArgument
+from dcpkernels.errors import DcpInvalidArgument, DcpUnsupported
 from dcpkernels.testing import ThreadGroup
 
 
@@ -62,6 +63,12 @@ def require_writable(option: str, path: Path | None) -> None:
     """Finds a bad place for a result before the work, not after. Raises DcpInvalidArgument."""
     if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
         raise DcpInvalidArgument(f"{option}: must be a file in a writable folder (got {str(path)!r})")
+
+
+def require_matplotlib(option: str) -> None:
+    """Before the work, as well. Raises DcpUnsupported."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise DcpUnsupported(f"{option}: matplotlib must be installed, by `pip install 'dcpkernels[cli]'` (not found)")
 
 
 def write_json(path: Path, value: Any) -> None:
