@@ -38,6 +38,16 @@ def plain(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
 
 
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """In GitHub's form, aligned as in `plain`, so that it can be read as it is."""
+    columns, *rows = [[cell.replace("|", "\\|") for cell in line] for line in (columns, *rows)]
+    widths = [max(2, *map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    lines = [columns, ["-" * (width - 1) + ":" for width in widths], *rows]
+    return "\n".join(
+        f"| {' | '.join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines
+    )
+
+
 @contextmanager
 def status(text: str) -> Iterator[None]:
     """A spinner while the block runs; nothing where nobody is watching. On stderr: stdout is for results."""
