@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dcpkernels {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_demo(commands)
-    bench_parser.add(commands, _run_bench)
+    bench_parser.add(commands, _run_bench, _compare)
     return parser
 
 
@@ -119,8 +119,18 @@ def _run_demo(args: argparse.Namespace) -> int:
 
 def _run_bench(args: argparse.Namespace) -> int:
     from dcpkernels.cli.bench import from_args, run
+    from dcpkernels.cli.bench_report import Outputs
 
-    return _with_ranks(lambda: run(from_args(args), json_path=args.json))
+    outputs = Outputs(json=args.json, plot=args.plot, markdown=args.markdown)
+    return _with_ranks(lambda: run(from_args(args), outputs))
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from dcpkernels.cli.bench_compare import run
+    from dcpkernels.cli.bench_report import Outputs
+
+    outputs = Outputs(json=args.compare_json, markdown=args.compare_markdown)
+    return run(*args.compare, outputs, fail_above=args.fail_above)
 
 
 def _with_ranks(command: Callable[[], int]) -> int:

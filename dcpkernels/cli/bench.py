@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from itertools import groupby, product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import dcpkernels
-from dcpkernels.cli import baselines, bench_table, machine, measure, openmpi, table
+from dcpkernels.cli import baselines, bench_report, bench_table, machine, measure, openmpi
 from dcpkernels.cli.bench_a2a_lse_reduce import A2aLseReduce
 from dcpkernels.cli.bench_device import Times, for_device
 from dcpkernels.cli.bench_kv_gather import KvGather
@@ -62,25 +61,27 @@ def _sweep(kind: type[BenchOp], args: argparse.Namespace) -> list[BenchOp]:
     return [kind(**options, **dict(zip(swept, values, strict=True))).canonical() for values in product(*swept.values())]
 
 
-def run(ops: Sequence[BenchOp], *, json_path: Path | None = None) -> int:
+def run(ops: Sequence[BenchOp], outputs: bench_report.Outputs) -> int:
     """The command: prints a header, and a table for each op; writes the rows. Raises DcpError when a result is wrong."""
-    machine.require_writable("--json", json_path)
+    outputs.require()
     isas = [check(op) for op in ops]
     used = [name for op in ops for name in op.baselines]
     host = machine.describe() | for_device(ops[0].device).describe() | baselines.require(used)
-    print(machine.one_line(host, isas[0]))
+    where = machine.one_line(host, isas[0])
+    outputs.say(where)
     rows: list[dict[str, Any]] = []
+    sections = []
     with RowBars(sum(len(op.ranks) * len(op.sizes) for op in ops)) as bars:
         for _, group in groupby(zip(ops, isas, strict=True), key=lambda pair: pair[0].NAME):
             variants = list(group)
-            print(_headline([op for op, _ in variants]), flush=True)
+            about = _headline([op for op, _ in variants])
+            outputs.say(about)
             of_op = [row | {"machine": host} for op, isa in variants for row in _rows(op, isa, bars)]
             for shown in bench_table.tables_of(of_op):
-                table.show(shown.columns, shown.lines)
+                sections.append(bench_report.Section(about, shown.columns, shown.lines))
+                outputs.show(sections[-1])
             rows += of_op
-    if json_path is not None:
-        machine.write_json(json_path, rows)
-        print(f"wrote {json_path}")
+    outputs.write(where, sections, rows)
     return 0
 
 

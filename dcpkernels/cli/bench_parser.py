@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dcpkernels import env
-from dcpkernels.cli.parsing import count, list_of, microseconds, number_of, one_of
+from dcpkernels.cli.parsing import count, list_of, microseconds, number_of, one_of, ratio
 
 _MERGED = ("bf16", "fp16", "fp32")
 _WIRES = ("auto", "bulk", "packet")
@@ -51,7 +51,19 @@ _KV_EPILOG = (
 )
 
 
-def add(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace], int]) -> None:
+_COMPARE_EPILOG = (
+    "--compare: rows are of the same case when all that says what was measured is equal; what an older file does not say "
+    "has today's default. ratio: new / old median of the op. peer: the baseline in both that scatters least; where the machine "
+    "was slower, so was the peer, and ratio / peer is what the op itself has changed. noise: how far ratio / peer goes "
+    "by itself, by an estimate that docs/benchmarking.md has; slower, faster: both ratios are beyond it."
+)
+
+
+def add(
+    commands: argparse._SubParsersAction,
+    run: Callable[[argparse.Namespace], int],
+    compare: Callable[[argparse.Namespace], int],
+) -> None:
     description = (
         "Checks the op against the reference, then times it and the baselines in turns, and checks what the last calls "
         "have left. All ranks enter a call together; its time is that of the slowest rank. Ranks keep to CPUs of their "
@@ -59,9 +71,10 @@ def add(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace]
     )
     bench = commands.add_parser(
         "bench", help="check, then time an op between rank processes", description=description,
-        epilog=f"`bench OP --help` has the options of an op, its baselines and its check.  {_EPILOG}",
+        epilog=f"`bench OP --help` has the options of an op, its baselines and its check.  {_EPILOG}  {_COMPARE_EPILOG}",
     )  # fmt: skip
-    ops = bench.add_subparsers(dest="op", metavar="OP", required=True)
+    run = _add_compare(bench, run, compare)
+    ops = bench.add_subparsers(dest="op", metavar="OP")
 
     def add_op(name: str, help_text: str, epilog: str, *, dtypes: tuple[str, ...], iters: int | None) -> Callable:
         op = ops.add_parser(name, help=help_text, description=f"{help_text}. {description}", epilog=epilog)
@@ -83,10 +96,14 @@ def add(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace]
                         help="samples of a candidate in its turn; the first half settles the caches and is not timed (default 8)")  # fmt: skip
         op.add_argument("--seed", type=int, default=0)
         op.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, as a list")
+        op.add_argument("--plot", type=Path, metavar="FILE",
+                        help="write a chart there, as PNG: latency by size, baselines, floor (needs matplotlib)")  # fmt: skip
+        op.add_argument("--markdown", type=Path, metavar="FILE", nargs="?", const=Path("-"),
+                        help="write the table there in GitHub's form; without FILE to stdout, in its place")  # fmt: skip
         return op.add_argument
 
     add = add_op("all", "each op in turn, in its default size", _ALL_EPILOG, dtypes=_MERGED, iters=None)
-    _add_baselines(add, "gloo, or none")
+    _add_baselines(add, _PEERS)
 
     add = add_op("a2a_lse_reduce", "merge of partial attention", _MERGE_EPILOG, dtypes=_MERGED, iters=200)
     _add_tokens_and_heads(add, "elements of one head's output", 512)
@@ -113,6 +130,41 @@ def add(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace]
     add("--interleave", type=count, default=1, help="consecutive tokens that a rank holds (default 1)")
     _add_baselines(add, _PEERS)
     _add_burst(add)
+
+
+def _add_compare(
+    bench: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], int],
+    compare: Callable[[argparse.Namespace], int],
+) -> Callable[[argparse.Namespace], int]:
+    """`bench --compare OLD NEW`, and `run` for the ops, which refuses its options."""
+    group = bench.add_argument_group("in place of an OP")
+    group.add_argument(
+        "--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="two files of --json: what has changed"
+    )
+    options = [
+        group.add_argument("--json", dest="compare_json", type=Path, metavar="FILE", help="write what was compared there"),
+        group.add_argument("--markdown", dest="compare_markdown", type=Path, metavar="FILE", nargs="?", const=Path("-"),
+                           help="write the table there in GitHub's form; without FILE to stdout, in its place"),
+        group.add_argument("--fail-above", type=ratio, metavar="X",
+                           help="exit code 1 when a ratio / peer is above X and beyond the noise"),
+    ]  # fmt: skip
+
+    def run_compare(args: argparse.Namespace) -> int:
+        if args.compare is None:
+            bench.error("the following arguments are required: OP, or --compare OLD NEW")
+        return compare(args)
+
+    def run_op(args: argparse.Namespace) -> int:
+        if args.compare is not None:
+            bench.error("--compare takes two files and no OP")
+        for option in options:
+            if getattr(args, option.dest) is not None:
+                bench.error(f"{option.option_strings[0]} before the OP is of --compare: that of an OP comes after it")
+        return run(args)
+
+    bench.set_defaults(run=run_compare)
+    return run_op
 
 
 def _add_tokens_and_heads(add: Callable, head_help: str, head_dim: int) -> None:
