@@ -72,6 +72,7 @@ class PackedAllToAll:
     Args:
         group: a torch.distributed group that can do all_to_all_single (gloo here).
         all_to_all: makes, of the tensors (recv, send), what exchanges them. Default: `group`'s all_to_all_single.
+        zeros: makes the uint8 tensor that is sent, of its sizes. Default: where all else is, on torch's default device.
         empty_rows: int64 [n], the rows that are empty on this rank. Known per batch, as in an engine; their payload may
             be NaN, so it is replaced by 0 and the LSE by -inf. A row that is empty on all ranks comes out as NaN.
     """
@@ -85,6 +86,7 @@ class PackedAllToAll:
         dtype: torch.dtype,
         *,
         all_to_all: Callable[[torch.Tensor, torch.Tensor], Callable[[], object]] | None = None,
+        zeros: Callable[[int, int], torch.Tensor] | None = None,
         empty_rows: torch.Tensor | None = None,
     ) -> None:
         self._num_ranks = num_ranks = group.size()
@@ -99,7 +101,9 @@ class PackedAllToAll:
             lse = buffer[:, lse_offset : lse_offset + num_tokens * num_local_heads * 4].view(torch.float32)
             return payload, lse.view(num_ranks, num_tokens, num_local_heads)
 
-        self.packed = torch.zeros(num_ranks, part_bytes, dtype=torch.uint8)
+        self.packed = (
+            zeros(num_ranks, part_bytes) if zeros is not None else torch.zeros(num_ranks, part_bytes, dtype=torch.uint8)
+        )
         self._recv = torch.zeros_like(self.packed)
         self._send_payload, self._send_lse = views(self.packed)
         self._recv_payload, self._recv_lse = views(self._recv)
