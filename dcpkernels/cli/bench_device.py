@@ -26,6 +26,7 @@ class Times(NamedTuple):
     own_us: list[float]  # from this rank's entry to its own return, of one call: a sample is the mean of its calls
     entered_ns: Sequence[int] = ()
     returned_ns: Sequence[int] = ()
+    host_us: Sequence[float] = ()  # what a call keeps the host, where calls only enqueue
 
 
 class BenchDevice(ABC):
