@@ -26,6 +26,8 @@ MERGES = ("nccl", "symm_mem")
 class SymmMem(FakeSymmMem):
     """With what the baselines use. The last rank comes back late from a barrier: whoever does not wait for it overtakes."""
 
+    late_s = LATE_S
+
     def empty(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         assert dtype == torch.uint8 and device == CPU
         return self.empty_strided_p2p((torch.Size(size).numel(),), (1,), dtype, device).view(size)
@@ -39,15 +41,16 @@ class SymmMem(FakeSymmMem):
 
         def barrier() -> None:
             dist.barrier(group)
-            time.sleep(LATE_S * (handle.rank == handle.world_size - 1))
+            time.sleep(self.late_s * (handle.rank == handle.world_size - 1))
 
         handle.get_buffer, handle.barrier = get_buffer, barrier
         return handle
 
 
-def use_stand_ins() -> None:
+def use_stand_ins(late_s: float = LATE_S) -> None:
     """In a rank process."""
     symm_mem = SymmMem()
+    symm_mem.late_s = late_s
     baselines_gpu._symmetric_memory = lambda: symm_mem
     baselines_gpu._BACKEND = "gloo"
 

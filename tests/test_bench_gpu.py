@@ -56,7 +56,12 @@ def test_a_rank_has_a_gpu_and_a_stream_of_its_own(cuda: FakeCuda) -> None:
     device.open_rank(2, 4)
     assert (cuda.device, str(device.torch_device), device.mode) == (2, "cuda:2", "eager")
     assert cuda.current_stream().name == "stream 1"
-    assert (device.calls_per_sample, for_device("cuda", "graph").calls_per_sample) == (1, 50)
+    per_sample = {
+        (mode, skew): for_device("cuda", mode).calls_per_sample(skew)
+        for mode in ("eager", "graph")
+        for skew in (0.0, 5.0)
+    }
+    assert per_sample == {("eager", 0.0): 1, ("eager", 5.0): 1, ("graph", 0.0): 50, ("graph", 5.0): 1}
 
 
 def test_what_a_machine_must_have(cuda: FakeCuda) -> None:
@@ -192,8 +197,10 @@ def test_a_delay_is_measured_without_its_launch(cuda: FakeCuda) -> None:
 
 
 def test_skew_that_cannot_be(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DcpUnsupported, match=r"calls per sample must be 1 with skew_us=5 \(got 50\)"):
-        times_of(cuda, opened(cuda, "graph"), calls(cuda, ours=7.0), num_calls=50, skew_us=5.0)
+    with pytest.raises(DcpUnsupported, match=r"calls of a sample must be 1 with skew_us=5 \(got 50\)"):
+        for_device("cuda", "graph").require_samples(50, 5.0)
+    for num_calls, skew_us in ((50, 0.0), (1, 5.0)):
+        for_device("cuda", "graph").require_samples(num_calls, skew_us)
     monkeypatch.setattr(FakeCuda, "_sleep", None)
     with pytest.raises(DcpUnsupported, match="skew_us must be 0 with a torch that has no cuda._sleep"):
         times_of(cuda, opened(cuda), calls(cuda, ours=7.0), skew_us=5.0)

@@ -124,7 +124,8 @@ def _bind(group: torch.distributed.ProcessGroup) -> tuple[set[int], set[int]]:
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["bench", "a2a_lse_reduce", "--device", "cuda"], "device must have a built target: cpu (got 'cuda')"),
+        (["bench", "a2a_lse_reduce", "--device", "cuda", "--ranks", "48"], "a GPU for each of the 48 ranks (found"),
+        (["bench", "a2a_lse_reduce", "--device", "gpu"], "device must be of cpu, cuda (got 'gpu')"),
         (["bench", "a2a_lse_reduce", "--ranks", "7"], "num_heads must be divisible by num_ranks=7 (got 96)"),
         (["bench", "a2a_lse_reduce", "--baselines", "gloo,nccl"], "baselines must be of gloo, gloo-exchange, openmpi, openmpi-exchange (got nccl)"),
         (["bench", "a2a_lse_reduce", "--tokens", ","], "tokens must name at least one number"),

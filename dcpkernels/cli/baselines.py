@@ -25,7 +25,9 @@ def uses_openmpi(names: Sequence[str]) -> bool:
 
 def require(names: Sequence[str]) -> dict[str, str]:
     """Versions of the libraries that these need besides torch. Raises DcpUnsupported when one is missing."""
-    return {"mpi": openmpi.require()} if uses_openmpi(names) else {}
+    from dcpkernels.cli import baselines_gpu  # which is made of this module
+
+    return ({"mpi": openmpi.require()} if uses_openmpi(names) else {}) | baselines_gpu.require(names)
 
 
 def is_exchange(name: str) -> bool:
@@ -43,8 +45,16 @@ def opened(
     dtype: torch.dtype,
     *,
     mpi_job: str | None,
+    device: torch.device | None = None,
 ) -> Iterator[dict[str, PackedAllToAll]]:
-    """In a rank process: the baselines of these names, each with buffers of its own. `mpi_job` is of `openmpi.job`."""
+    """In a rank process: the baselines of these names, each with buffers of its own on `device`, by default the CPU.
+    `mpi_job` is of `openmpi.job`."""
+    if device is not None and device.type != "cpu":
+        from dcpkernels.cli import baselines_gpu
+
+        with baselines_gpu.opened(names, group, num_tokens, num_heads, head_dim, dtype, device=device) as others:
+            yield others
+        return
     mpi = openmpi.joined(mpi_job, group.rank(), group.size()) if mpi_job is not None else nullcontext()
     with mpi as comm:
         yield {

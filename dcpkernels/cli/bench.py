@@ -21,12 +21,13 @@ from dcpkernels.cli.bench_query_gather import QueryGather
 from dcpkernels.cli.progress import Progress, RowBars
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
 from dcpkernels.testing import run_ranks
-from dcpkernels.testing.timing import summarize
+from dcpkernels.testing.timing import max_over_ranks, summarize
 
 OPS: dict[str, type[BenchOp]] = {op.NAME: op for op in (A2aLseReduce, QueryGather, KvGather)}
 ALL = "all"
 
 _TIMEOUT_S = 900.0  # of one row; a run that gets there is stuck
+_BASELINES = {"cpu": ("gloo",), "cuda": ("nccl",)}  # where none is named
 _MAX_SKEW_US = 1e6  # far from the time after which a rank that waits in a call gives the others up
 
 
@@ -51,7 +52,7 @@ def from_args(args: argparse.Namespace) -> list[BenchOp]:
 def _sweep(kind: type[BenchOp], args: argparse.Namespace) -> list[BenchOp]:
     given = {field.name: getattr(args, field.name, None) for field in fields(kind)}
     options = {name: value for name, value in given.items() if value is not None} | {
-        "baselines": tuple(name for name in args.baselines if name != "none"),
+        "baselines": tuple(name for name in args.baselines or _BASELINES.get(args.device, ()) if name != "none"),
         "isa": None if args.isa == "auto" else args.isa,
         "warmup": max(args.warmup, 1),
     }
@@ -92,9 +93,10 @@ def _headline(variants: Sequence[BenchOp]) -> str:
     dtypes = " and ".join(dict.fromkeys(op.dtype for op in variants))
     skews = ", ".join(f"{op.skew_us:g}" for op in {op.skew_us: op for op in variants}.values())
     late = f"; ranks up to {skews} us late, timed from the entry of the last one" if skews != "0" else ""
+    calls = " or ".join(dict.fromkeys(f"{op.num_calls} call{'s' if op.num_calls > 1 else ''}" for op in variants))
     against = ", in turns with " + ", ".join(first.baselines) if first.baselines else ""
     return (
-        f"{first.NAME}: {what}, {dtypes}, {first.iters} samples of {first.burst} call{'s' if first.burst > 1 else ''} "
+        f"{first.NAME}: {what}, {dtypes}, {first.iters} samples of {calls} "
         f"each{against}; a call's time is that of its slowest rank{late}"
     )
 
@@ -115,18 +117,22 @@ def _rows(op: BenchOp, isa: str, bars: RowBars) -> list[dict[str, Any]]:
 def check(op: BenchOp) -> str:
     """What would fail in every rank fails here, as one clean error. Returns the kernel variant that will run."""
     device = for_device(op.device, op.mode)
-    unknown = [name for name in op.baselines if name not in op.BASELINES]
+    unknown = [name for name in op.baselines if name not in op.known_baselines]
     if unknown:
-        raise DcpUnsupported(f"bench: baselines must be of {', '.join(op.BASELINES)} (got {', '.join(unknown)})")
-    baselines.require(op.baselines)
+        known = ", ".join(op.known_baselines)
+        where = "" if op.device == "cpu" else f" with device {op.device}"
+        raise DcpUnsupported(f"bench: baselines must be of {known}{where} (got {', '.join(unknown)})")
     for option in ("ranks", op.SIZES):
         _require_some(option, getattr(op, option))
     if not op.skew_us <= _MAX_SKEW_US:
         raise DcpInvalidArgument(f"bench: skew_us must be at most {_MAX_SKEW_US:g} (got {op.skew_us:g})")
+    device.require_samples(op.num_calls, op.skew_us)
     op.require()
     for num_ranks in op.ranks:
         dcpkernels.Workspace.size(op.config(num_ranks, max(op.sizes)), num_ranks, op.device)
-    return device.require(op.isa, op.ranks)
+    isa = device.require(op.isa, op.ranks)
+    baselines.require(op.baselines)
+    return isa
 
 
 def _require_some(option: str, values: Sequence[object]) -> None:
@@ -154,7 +160,7 @@ def measure_row(
     _require_right(op, last, "after it was timed", where)
     errors = {name: max(first[name], last[name]) for name in first}
     times = {
-        name: device.collective_us([rank.times[name] for rank in per_rank], num_calls=op.burst, skew_us=op.skew_us)
+        name: device.collective_us([rank.times[name] for rank in per_rank], num_calls=op.num_calls, skew_us=op.skew_us)
         for name in errors
     }
     spread_us = device.entry_spread_us([rank.times[OURS] for rank in per_rank])
@@ -174,12 +180,13 @@ def measure_row(
         "timed_from": "last entry" if op.skew_us else "own entry",
         "entry_spread_us": round(summarize(spread_us).median_us, 3) if spread_us else None,
         "num_iters": op.iters,
-        "calls_per_sample": op.burst,
+        "calls_per_sample": op.num_calls,
         "samples_per_turn": op.turn,
         "warmup_turns": op.warmup,
         "seed": op.seed,
         "median_us": round(ours.median_us, 3),
         "p99_us": round(ours.p99_us, 3),
+        "host_us": _host_us([rank.times[OURS] for rank in per_rank]),
         "bytes": num_bytes,
         "floor_us": round(floor_us, 3),
         "pct_of_floor": round(100 * floor_us / ours.median_us, 2) if num_bytes else None,
@@ -190,6 +197,13 @@ def measure_row(
     medians = [entry["median_us"] for name, entry in row["baselines"].items() if not baselines.is_exchange(name)]
     row["speedup"] = round(min(medians) / ours.median_us, 2) if medians else None
     return row, times
+
+
+def _host_us(per_rank: Sequence[Times]) -> float | None:
+    """What a call keeps the slowest rank's host, the median; None where a call is over when it returns."""
+    if not per_rank[0].host_us:
+        return None
+    return round(summarize(max_over_ranks([times.host_us for times in per_rank])).median_us, 3)
 
 
 def _require_right(op: BenchOp, errors: Mapping[str, float], when: str, where: str) -> None:
@@ -230,7 +244,7 @@ def _rank(
             barrier,
             iters=op.iters,
             warmup=op.warmup,
-            num_calls=op.burst,
+            num_calls=op.num_calls,
             turn=op.turn,
             produce=subject.produce,
             skew_us=op.skew_us,

@@ -14,6 +14,7 @@ import dcpkernels
 from dcpkernels.cli import baselines, measure, stamps
 from dcpkernels.cli.bench_op import DTYPES, OURS, BenchOp, Subject
 from dcpkernels.cli.verify import Truth, rank_inputs, truth_of_timed_inputs, verify_hard_inputs
+from dcpkernels.errors import DcpUnsupported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,10 @@ class A2aLseReduce(BenchOp):
 
     def canonical(self) -> A2aLseReduce:
         return self if self.wire == "packet" else replace(self, packet_bytes=A2aLseReduce.packet_bytes)
+
+    def require(self) -> None:
+        if self.zero_copy and self.device != "cpu":
+            raise DcpUnsupported(f"bench: zero_copy must come with device cpu (got {self.device})")
 
     def describe(self) -> str:
         wire = f"wire {self.wire}" + (f" of {self.packet_bytes} bytes" if self.wire == "packet" else "")
@@ -80,7 +85,8 @@ class A2aLseReduce(BenchOp):
         self, workspace: dcpkernels.Workspace, group: torch.distributed.ProcessGroup, size: int, mpi_job: str | None
     ) -> Iterator[Subject]:
         shape, dtype = (size, self.num_heads, self.head_dim), DTYPES[self.dtype]
-        with baselines.opened(self.baselines, group, *shape, dtype, mpi_job=mpi_job) as others:
+        device = torch.device(workspace.device)
+        with baselines.opened(self.baselines, group, *shape, dtype, mpi_job=mpi_job, device=device) as others:
             yield _Merge(self, workspace, others, shape)
 
 
@@ -112,7 +118,7 @@ class _Merge(Subject):
         self._stamp_of: dict[str, int] = {}  # of what the last call of a candidate has read
         self._stamp_in = {self._partial_out.data_ptr(): 0}  # of what lies at an address
         # In a burst a zero-copy call may get either of two buffers, and there is no time to write it anew.
-        self._stamps_step = 0 if op.zero_copy and op.burst > 1 else 1
+        self._stamps_step = 0 if op.zero_copy and op.num_calls > 1 else 1
         self._truth: Truth | None = None
 
     def produce(self, name: str) -> None:

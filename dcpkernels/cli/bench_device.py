@@ -50,6 +50,13 @@ class BenchDevice(ABC):
         Raises DcpUnsupported for what would fail in every rank: no such device, no built target, no such variant.
         """
 
+    def calls_per_sample(self, skew_us: float) -> int:
+        """Where nobody asks for a number."""
+        return 1
+
+    def require_samples(self, num_calls: int, skew_us: float) -> None:
+        """Raises DcpUnsupported for samples that cannot be timed here."""
+
     def describe(self) -> dict[str, Any]:
         """What a row's `machine` has to say besides the host: the accelerators' name and number, their driver."""
         return {}

@@ -21,6 +21,11 @@ class Gather(BenchOp):
     ERROR_COLUMN: ClassVar[str] = "wrong bytes"
     MAX_ERROR: ClassVar[float] = 0.0
 
+    def copies(self, num_ranks: int) -> int:
+        """Of a rank's part, which it stores: on a CPU all ranks map one buffer; to the other GPUs each byte goes, and
+        from each of them as much comes, by multicast too."""
+        return 1 if self.device == "cpu" else max(num_ranks - 1, 1)
+
     def wrong(self, name: str, error: float, when: str) -> str:
         return f"{name} must be equal to the reference in every byte {when} (got {error:.0f} wrong bytes"
 

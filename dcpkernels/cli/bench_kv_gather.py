@@ -15,6 +15,7 @@ from dcpkernels import layout, reference
 from dcpkernels.cli import baselines_gather, baselines_kv_gather, exact
 from dcpkernels.cli.bench_gather import Gather, GatherSubject
 from dcpkernels.cli.bench_op import DTYPES, Subject
+from dcpkernels.errors import DcpUnsupported
 
 _OTHER_BLOCKS = 3  # of the cache, which are not the request's
 
@@ -31,6 +32,10 @@ class KvGather(Gather):
     BASELINES: ClassVar[tuple[str, ...]] = baselines_gather.NAMES
     SIZES: ClassVar[str] = "rows"
     SIZE: ClassVar[str] = "num_rows"
+
+    def require(self) -> None:
+        if self.mode == "graph":  # the host counts the turns of a lane's two buffers
+            raise DcpUnsupported("bench: kv_gather must be timed with mode eager (got graph)")
 
     def describe(self) -> str:
         return f"rows of {self.kv_dim}, blocks of {self.block_size}, interleave {self.interleave}"
@@ -51,7 +56,8 @@ class KvGather(Gather):
 
     def num_bytes(self, num_ranks: int, size: int) -> int:
         """Of rank 0, which holds the most."""
-        return self._local_rows(0, num_ranks, size) * self.kv_dim * DTYPES[self.dtype].itemsize
+        row_bytes = self.kv_dim * DTYPES[self.dtype].itemsize
+        return self.copies(num_ranks) * self._local_rows(0, num_ranks, size) * row_bytes
 
     def cache_of(self, rank: int, num_ranks: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One rank's paged cache [num_blocks, block_size, kv_dim], and int64 [n]: its blocks with the request, in order."""
@@ -81,9 +87,8 @@ class _Subject(GatherSubject):
         num_rows: int,
     ) -> None:
         self._op, self._num_ranks, self._num_rows = op, workspace.num_ranks, num_rows
-        cache, blocks = (
-            tensor.to(workspace.device) for tensor in op.cache_of(workspace.rank, workspace.num_ranks, num_rows)
-        )
+        cache, blocks = op.cache_of(workspace.rank, workspace.num_ranks, num_rows)
+        cache = cache.to(workspace.device)
         plan = dcpkernels.KVGatherPlan(
             [num_rows],
             [blocks],
@@ -96,7 +101,7 @@ class _Subject(GatherSubject):
         ours = partial(dcpkernels.kv_gather, cache, plan, 0, workspace=workspace)
         others = {
             name: baselines_kv_gather.AllGatherRows(
-                workspace.num_ranks, all_gather, cache, blocks, num_rows, op.interleave
+                workspace.num_ranks, all_gather, cache, blocks.to(cache.device), num_rows, op.interleave
             )
             for name, all_gather in exchanges.items()
         }

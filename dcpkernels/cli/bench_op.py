@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 import dcpkernels
+from dcpkernels.cli import baselines_gpu
+from dcpkernels.cli.bench_device import for_device
 
 OURS = "dcpkernels"
 DTYPES = {
@@ -71,12 +73,12 @@ class BenchOp(ABC):
     iters: int = 200
     warmup: int = 3
     turn: int = 8
-    burst: int = 1
+    burst: int | None = None  # calls of a sample; None is what the device has for its mode
     skew_us: float = 0.0
     seed: int = 0
 
     NAME: ClassVar[str]
-    BASELINES: ClassVar[tuple[str, ...]]
+    BASELINES: ClassVar[tuple[str, ...]]  # on a CPU
     SIZES: ClassVar[str]  # field and option with the sizes
     SIZE: ClassVar[str]  # one of them, in the JSON
     ERROR: ClassVar[str]  # what is wrong with a result, in the JSON
@@ -87,6 +89,15 @@ class BenchOp(ABC):
     @property
     def sizes(self) -> tuple[int, ...]:
         return getattr(self, self.SIZES)
+
+    @property
+    def num_calls(self) -> int:
+        """Of a sample."""
+        return self.burst or for_device(self.device, self.mode).calls_per_sample(self.skew_us)
+
+    @property
+    def known_baselines(self) -> tuple[str, ...]:
+        return self.BASELINES if self.device == "cpu" else baselines_gpu.BASELINES
 
     @abstractmethod
     def describe(self) -> str:

@@ -174,9 +174,10 @@ def _add_tokens_and_heads(add: Callable, head_help: str, head_dim: int) -> None:
 
 
 def _add_baselines(add: Callable, names: str) -> None:
-    add("--baselines", type=list_of(str), default=("gloo",), metavar="NAME[,NAME...]",
-        help=f"what to compare with: {names} (default gloo)")  # fmt: skip
+    add("--baselines", type=list_of(str), metavar="NAME[,NAME...]",
+        help=f"what to compare with: {names} (default gloo); on GPUs nccl, nccl-exchange, symm_mem, symm_mem-exchange, "
+        "or none (default nccl)")  # fmt: skip
 
 
 def _add_burst(add: Callable) -> None:
-    add("--burst", type=count, default=1, help="calls back to back in a sample, averaged (default 1)")
+    add("--burst", type=count, help="calls back to back in a sample, averaged (default 1; with --mode graph 50)")

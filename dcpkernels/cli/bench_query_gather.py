@@ -38,6 +38,11 @@ class QueryGather(Gather):
         return _SCALE if self.quantise else None
 
     @property
+    def releases(self) -> bool:
+        """Whether a call is timed with the release of its query: there is nothing else between the calls of a sample."""
+        return self.num_calls > 1
+
+    @property
     def out_dtype(self) -> torch.dtype:
         return torch.float8_e4m3fn if self.quantise else DTYPES[self.dtype]
 
@@ -50,7 +55,7 @@ class QueryGather(Gather):
 
     def describe(self) -> str:
         parts = f" in parts {' + '.join(map(str, self.parts))}" if self.parts else ""
-        return f"{self.num_heads} heads, head_dim {self.head_dim}{parts}{', to e4m3' if self.quantise else ''}"
+        return f"{self.num_heads} heads, head_dim {self.head_dim}{parts}{', to e4m3' if self.quantise else ''}{', with its release' if self.releases else ''}"
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -72,7 +77,8 @@ class QueryGather(Gather):
         )
 
     def num_bytes(self, num_ranks: int, size: int) -> int:
-        return size * (self.num_heads // num_ranks) * self.head_dim * self.out_dtype.itemsize
+        num_local_heads = self.num_heads // num_ranks
+        return self.copies(num_ranks) * size * num_local_heads * self.head_dim * self.out_dtype.itemsize
 
     def query_of(self, rank: int, num_ranks: int, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """The parts of one rank's query."""
@@ -102,7 +108,14 @@ class _Subject(GatherSubject):
         query_parts = op.query_of(workspace.rank, workspace.num_ranks, num_tokens)
         parts = tuple(part.to(workspace.device) for part in query_parts)
         query = parts if op.parts else parts[0]
-        ours = partial(dcpkernels.query_gather, query, workspace=workspace, scale=op.scale)
+        gather = partial(dcpkernels.query_gather, query, workspace=workspace, scale=op.scale)
+
+        def gather_and_release() -> torch.Tensor:
+            out = gather()
+            dcpkernels.release_query(workspace=workspace)
+            return out
+
+        ours = gather_and_release if op.releases else gather
         others = {
             name: baselines_query_gather.AllGatherHeads(workspace.num_ranks, all_gather, parts, op.scale)
             for name, all_gather in exchanges.items()
@@ -111,7 +124,7 @@ class _Subject(GatherSubject):
 
     def produce(self, name: str) -> None:
         super().produce(name)
-        if name == OURS:  # instead of the merge behind which the next query is gathered
+        if name == OURS and not self._op.releases:  # instead of the merge behind which the next query is gathered
             dcpkernels.release_query(workspace=self._workspace)
 
     def stamp(self, tensor: torch.Tensor, stamp: int) -> None:

@@ -120,6 +120,13 @@ class GpuBench(BenchDevice):
         with dcpkernels.Workspace(ThreadGroup.create(1)[0], f"{self.name}:0", config) as workspace:
             return workspace.isa
 
+    def calls_per_sample(self, skew_us: float) -> int:
+        return CALLS_PER_GRAPH if self.mode == "graph" and not skew_us else 1
+
+    def require_samples(self, num_calls: int, skew_us: float) -> None:
+        if skew_us and num_calls > 1:  # only the first call would be entered late
+            raise DcpUnsupported(f"bench: calls of a sample must be 1 with skew_us={skew_us:g} (got {num_calls})")
+
     def describe(self) -> dict[str, Any]:
         names = sorted({torch.cuda.get_device_name(idx) for idx in range(torch.cuda.device_count())})
         return {"gpu": ", ".join(names), "gpus": torch.cuda.device_count()}
@@ -132,11 +139,6 @@ class GpuBench(BenchDevice):
     @property
     def torch_device(self) -> torch.device:
         return torch.device(self.name, self.rank)
-
-    @property
-    def calls_per_sample(self) -> int:
-        """Where nobody asks for a number."""
-        return CALLS_PER_GRAPH if self.mode == "graph" else 1
 
     def take_turns(
         self,
@@ -151,8 +153,6 @@ class GpuBench(BenchDevice):
         skew_us: float,
         progress: Callable[[], object] = lambda: None,
     ) -> dict[str, Times]:
-        if skew_us and num_calls > 1:  # only the first call would be entered late
-            raise DcpUnsupported(f"bench: calls per sample must be 1 with skew_us={skew_us:g} (got {num_calls})")
         stopwatch, skew = Stopwatch(), Skew(self.rank, self.num_ranks, skew_us)
         delay = Delay(stopwatch) if skew_us else None
         taken, is_last = dict.fromkeys(candidates, 0), True

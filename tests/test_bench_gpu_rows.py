@@ -1,0 +1,177 @@
+"""A rank of `bench --device cuda` from its inputs to its times, with the timing and the baselines of GPUs, over tensors of
+the CPU: gloo, memory files and the host's clock stand in for what a GPU has."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcpkernels.cli import baselines, baselines_gpu, bench, floor_gpu, main, measure_gpu
+from dcpkernels.cli.bench_a2a_lse_reduce import A2aLseReduce
+from dcpkernels.cli.bench_kv_gather import KvGather
+from dcpkernels.cli.bench_op import OURS, BenchOp
+from dcpkernels.cli.bench_query_gather import QueryGather
+from dcpkernels.testing import run_ranks
+from tests.test_baselines_gpu import use_stand_ins
+
+CPU = torch.device("cpu")
+
+
+class HostEvent:
+    def __init__(self, *, enable_timing: bool) -> None:
+        self.at_s = 0.0
+
+    def record(self) -> None:
+        self.at_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return 1e3 * (end.at_s - self.at_s)
+
+
+class HostBench(measure_gpu.GpuBench):
+    """Its calls run on the host, at once."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        return CPU
+
+
+def use_host() -> None:
+    """In a rank process."""
+    use_stand_ins(late_s=0)
+    cuda = SimpleNamespace(
+        Event=HostEvent,
+        Stream=lambda: None,
+        set_device=lambda idx: None,
+        set_stream=lambda stream: None,
+        synchronize=lambda: None,
+        _sleep=lambda cycles: time.sleep(cycles / 1e9),
+    )
+    measure_gpu.torch = SimpleNamespace(cuda=cuda)
+    measure_gpu.captured = lambda call, num_calls: lambda: [call() for _ in range(num_calls)]
+    floor_gpu.Copies = lambda *args: SimpleNamespace(num_bytes=1000)
+    floor_gpu.samples_us = lambda num_bytes, *args: [num_bytes / 100] * 20
+    bench.for_device = lambda name, mode: HostBench(mode or "eager")
+    baselines.opened = lambda *args, mpi_job, device: baselines_gpu.opened(*args, device=device)
+
+
+def rank_of_row(group: dist.ProcessGroup, op: BenchOp, size: int) -> bench.Samples:
+    use_host()
+    return bench._rank(group, op, size, None, None)
+
+
+MERGE = A2aLseReduce(device="cuda", num_heads=4, head_dim=16, tokens=(3,), baselines=baselines_gpu.BASELINES)
+QUERY = QueryGather(device="cuda", num_heads=4, head_dim=16, tokens=(3,), baselines=())
+FEW = {"iters": 4, "warmup": 1, "turn": 2}
+
+
+@pytest.mark.parametrize(
+    ("op", "num_calls"),
+    [
+        (replace(MERGE, **FEW), 1),
+        (replace(MERGE, mode="graph", skew_us=20.0, **FEW), 1),
+        (replace(QUERY, **FEW), 1),
+        (replace(QUERY, mode="graph", burst=5, **FEW), 5),
+    ],
+    ids=lambda value: f"{value.NAME} {value.mode} {value.skew_us:g}" if isinstance(value, BenchOp) else "",
+)
+def test_a_rank(op: BenchOp, num_calls: int) -> None:
+    """What is timed is right before and after, and every rank has all samples of every candidate."""
+    assert op.num_calls == num_calls
+    per_rank = run_ranks(rank_of_row, 2, op, 3, mode="process", timeout_s=60)
+    for samples in per_rank:
+        assert list(samples.times) == list(samples.errors) == list(samples.last_errors) == [OURS, *op.baselines]
+        assert all(0 <= error <= op.MAX_ERROR for error in (*samples.errors.values(), *samples.last_errors.values()))
+        for times in samples.times.values():
+            assert len(times.own_us) == len(times.host_us) == 4 and min(times.host_us) > 0
+            assert not times.entered_ns
+        assert samples.floor_us == [op.num_bytes(2, 3) / 100] * 20
+    for name in per_rank[0].times:
+        own = list(zip(*(samples.times[name].own_us for samples in per_rank), strict=True))
+        assert all((min(sample) == 0) == (op.skew_us > 0) and max(sample) > 0 for sample in own)
+
+
+def test_a_row_says_what_a_call_keeps_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = replace(MERGE, mode="graph", burst=3, **FEW)
+    monkeypatch.setattr(bench, "_rank", rank_of_row_without_progress)
+    row, _ = bench.measure_row(op, 2, 3, "cuda")
+    assert (row["device"], row["mode"], row["calls_per_sample"]) == ("cuda", "graph", 3)
+    assert 0 < row["host_us"] and row["entry_spread_us"] is None and set(row["baselines"]) == set(op.baselines)
+
+
+def rank_of_row_without_progress(
+    group: dist.ProcessGroup, op: BenchOp, size: int, mpi_job: None, progress_path: None
+) -> bench.Samples:
+    return rank_of_row(group, op, size)
+
+
+# -- options
+
+
+def test_baselines_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(
+        baselines_gpu, "opened", lambda *args, device: made.append(device) or contextlib.nullcontext({})
+    )
+    device = torch.device("cuda", 1)
+    with baselines.opened(["nccl"], None, 1, 1, 1, torch.bfloat16, mpi_job=None, device=device) as others:
+        assert others == {} and made == [device]
+    monkeypatch.setattr(baselines_gpu, "require", lambda names: {"nccl": f"of {len(names)}"})
+    assert baselines.require(["nccl", "symm_mem"]) == {"nccl": "of 2"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], ("nccl",)),
+        (["--baselines", "none"], ()),
+        (["--baselines", "nccl-exchange,symm_mem"], ("nccl-exchange", "symm_mem")),
+    ],
+)
+def test_which_baselines(given: list[str], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(bench, "run", lambda ops, **_: taken.extend(ops) or 0)
+    assert main(["bench", "a2a_lse_reduce", "--device", "cuda", "--mode", "eager,graph", *given]) == 0
+    assert [(op.mode, op.baselines, op.num_calls) for op in taken] == [("eager", expected, 1), ("graph", expected, 50)]
+    taken.clear()
+    assert main(["bench", "query_gather", *given]) == 0
+    assert taken[0].baselines == (expected if given else ("gloo",)) and taken[0].num_calls == 1
+
+
+def test_bytes_between_gpus() -> None:
+    """To every other GPU, where a CPU's ranks share one buffer."""
+    for num_ranks, copies in ((1, 1), (2, 1), (4, 3)):
+        for op in (QUERY, KvGather(device="cuda", kv_dim=8, rows=(30,))):
+            assert op.num_bytes(num_ranks, 30) == copies * replace(op, device="cpu").num_bytes(num_ranks, 30)
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["a2a_lse_reduce", "--baselines", "gloo"], "nccl, nccl-exchange, symm_mem, symm_mem-exchange with device cuda (got gloo)"),
+        (["a2a_lse_reduce", "--zero-copy"], "zero_copy must come with device cpu (got cuda)"),
+        (["a2a_lse_reduce", "--mode", "graph", "--skew-us", "5", "--burst", "4"],
+         "calls of a sample must be 1 with skew_us=5 (got 4)"),
+        (["kv_gather", "--mode", "graph"], "kv_gather must be timed with mode eager (got graph)"),
+        (["a2a_lse_reduce", "--mode", "captured"], "mode must be of eager, graph with device cuda (got captured)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_on_a_gpu(args: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *args, "--device", "cuda"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("dcpkernels: error: bench: ") and text in line
+
+
+def test_the_release_is_timed_where_nothing_else_is_between_calls() -> None:
+    op = replace(QUERY, mode="graph")
+    assert op.releases and "with its release" in op.describe()
+    assert not QUERY.releases and "release" not in QUERY.describe()
