@@ -9,13 +9,12 @@ import torch
 
 from dcpkernels import _check, env
 from dcpkernels.errors import DcpInvalidArgument
-from dcpkernels.region_layout import GPU_ROUND_BYTES, ROUND_BYTES, RegionLayout
+from dcpkernels.region_layout import RegionLayout, engine_rows
 
 WIRES = ("auto", "bulk", "packet")
 PACKET_BYTES = (8, 16, 128)
 CUDA_HEAPS = ("driver", "torch")
 HIP_HANDLES = ("auto", "ipc", "vmm")
-_GPU_CHANNELS = 24  # of three ops, half of the multiprocessors of an H100, and all but a few of an H20
 # Fields that may differ between ranks.
 _LOCAL_FIELDS = ("timeout_s", "first_call_timeout_s", "cpu_isa")
 
@@ -174,35 +173,29 @@ class WorkspaceConfig:
 
         Raises DcpInvalidArgument for a wrong count, or a max_num_tokens among `fields`.
         """
-        for name, value, least in (("max_num_seqs", max_num_seqs, 1), ("draft_tokens", draft_tokens, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise DcpInvalidArgument(f"workspace: {name} must be a whole number >= {least} (got {value!r})")
+        max_num_tokens = engine_rows(max_num_seqs, draft_tokens)
         if "max_num_tokens" in fields:
             raise DcpInvalidArgument("workspace: max_num_tokens must not be given here (it is max_num_seqs * (1 + draft_tokens))")
-        return cls(num_heads, head_dim, max_num_seqs * (1 + draft_tokens), **fields)
+        return cls(num_heads, head_dim, max_num_tokens, **fields)
 
     def region_layout(self, num_ranks: int, device_type: str = "cpu") -> RegionLayout:
         """Where everything lies in each rank's region. Raises DcpInvalidArgument for counts that do not fit together."""
-        is_gpu = device_type != "cpu"
-        num_channels = self.num_channels or (max(1, _GPU_CHANNELS // self.num_lanes) if is_gpu else 1)
-        return RegionLayout(
+        return RegionLayout.for_device(
+            device_type,
             num_ranks=num_ranks,
             num_heads=self.num_heads,
             head_dim=self.head_dim,
             max_num_tokens=self.max_num_tokens,
             item_bytes=self.dtype.itemsize,
             num_lanes=self.num_lanes,
-            num_channels=num_channels,
+            num_channels=self.num_channels,
             zero_copy=self.zero_copy,
             packet_bytes=self.packet_bytes if self.wire == "packet" else 0,
             query_head_bytes=self.query_head_dim * self.query_dtype.itemsize,
             padded_num_heads=self.padded_num_heads,
             kv_chunk_rows=self.kv_chunk_rows,
             kv_row_bytes=self.kv_dim * self.kv_dtype.itemsize,
-            # A GPU's multicast reaches every rank's own region, at another address.
-            multicast=self.multicast and not is_gpu,
-            link_check=is_gpu,
-            round_bytes=GPU_ROUND_BYTES if is_gpu else ROUND_BYTES,
+            multicast=self.multicast,
         )
 
     @property

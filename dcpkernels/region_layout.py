@@ -6,6 +6,7 @@ The C++ side is handed the offsets; `_backend` compares the sizes of the control
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from dcpkernels.errors import DcpInvalidArgument
 
@@ -33,10 +34,19 @@ GATHER_PARTS = ("query_gather.buffer", "kv_gather.buffers")  # side by side
 ROUND_BYTES = 1 << 20
 # On a GPU a round costs microseconds and staging lies in a memory that is fast all over: few rounds.
 GPU_ROUND_BYTES = 32 << 20
+_GPU_CHANNELS = 24  # of three ops, half of the multiprocessors of an H100, and all but a few of an H20
 
 
 def align_up(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
+
+
+def engine_rows(max_num_seqs: int, draft_tokens: int = 0) -> int:
+    """Rows of an engine's largest decode batch: each sequence has one, and one for each draft that is verified."""
+    for name, value, least in (("max_num_seqs", max_num_seqs, 1), ("draft_tokens", draft_tokens, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise DcpInvalidArgument(f"workspace: {name} must be a whole number >= {least} (got {value!r})")
+    return max_num_seqs * (1 + draft_tokens)
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,22 @@ class RegionLayout:
             raise DcpInvalidArgument(
                 f"region: a row of packets must have at most {MAX_PACKET_ROW_BYTES} bytes (got {row_bytes})"
             )
+
+    @classmethod
+    def for_device(
+        cls, device_type: str, *, num_lanes: int, num_channels: int | None, multicast: bool, **fields: Any
+    ) -> RegionLayout:
+        """The layout on devices of one type, with what the type decides; `fields` are the other ones."""
+        is_gpu = device_type != "cpu"
+        return cls(
+            num_lanes=num_lanes,
+            num_channels=num_channels or (max(1, _GPU_CHANNELS // num_lanes) if is_gpu else 1),
+            # A GPU's multicast reaches every rank's own region, at another address.
+            multicast=multicast and not is_gpu,
+            link_check=is_gpu,
+            round_bytes=GPU_ROUND_BYTES if is_gpu else ROUND_BYTES,
+            **fields,
+        )
 
     @property
     def num_local_heads(self) -> int:

@@ -32,6 +32,7 @@ PACKAGE_LAYERS = {
     "layout": LEAVES,
     "region_layout": LEAVES,
     "kv_gather_plan": LEAVES,
+    "planner": LEAVES | {"region_layout", "planner"},
     "reference": LEAVES,
     "_check": LEAVES,
     "_backend": LEAVES | {"region_layout"},
@@ -61,7 +62,7 @@ PACKAGE_LAYERS = {
     # The reference layer knows of the rest only what any engine may: what `import dcpkernels` has, and layout.
     "kimi_k3": LEAVES | {"", "layout", "kimi_k3"},
     "integrations": LEAVES | {"", "integrations"},
-    "cli": LEAVES | {"", "env", "layout", "reference", "testing", "cli", "kimi_k3", "_backend"},
+    "cli": LEAVES | {"", "env", "layout", "reference", "testing", "cli", "kimi_k3", "planner", "_backend"},
     "": LEAVES,
 }
 
