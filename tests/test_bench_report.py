@@ -11,7 +11,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dcpkernels.cli import bench, bench_plot, bench_report, bench_rows, machine, main, table
+from dcpkernels.cli import bench, bench_plot, bench_report, bench_rows, machine, output, main, table
 from tests.bench_run_rows import ABOUT, MACHINE, WHERE, row_of, timed
 
 SIZES = (1, 8, 64)
@@ -265,7 +265,7 @@ def test_a_place_where_nothing_can_be_written(
 def test_a_chart_without_matplotlib(
     measured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(output.importlib.util, "find_spec", lambda name: None)
     assert main([*BENCH, "--plot", str(tmp_path / "x.png")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--plot: matplotlib must be installed, by `pip install 'dcpkernels[cli]'`" in line and measured == []

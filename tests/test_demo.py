@@ -3,6 +3,7 @@ shape."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from dataclasses import replace
@@ -103,7 +104,7 @@ def test_with_interleaved_runs_of_tokens(interleave: int, rows: int) -> None:
 def test_without_matplotlib(
     outcome: demo.Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(demo, "perform", lambda options: outcome)
     monkeypatch.chdir(tmp_path)
     assert main(["demo", *TINY_ARGS]) == 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dcpkernels.cli import machine, table
+from dcpkernels.cli import output, table
 
 STDOUT = Path("-")
 
@@ -32,11 +32,11 @@ class Outputs:
 
     def require(self) -> None:
         """Raises DcpInvalidArgument where one cannot be written, DcpUnsupported where there is no matplotlib."""
-        machine.require_writable("--json", self.json)
-        machine.require_writable("--plot", self.plot)
-        machine.require_writable("--markdown", None if self.markdown == STDOUT else self.markdown)
+        output.require_writable("--json", self.json)
+        output.require_writable("--plot", self.plot)
+        output.require_writable("--markdown", None if self.markdown == STDOUT else self.markdown)
         if self.plot is not None:
-            machine.require_matplotlib("--plot")
+            output.require_matplotlib("--plot")
 
     def say(self, text: str) -> None:
         """What is to be read while the bench runs, or beside the table."""
@@ -54,7 +54,7 @@ class Outputs:
         elif self.markdown is not None:
             self.markdown.write_text(markdown(where, sections))
         if self.json is not None:
-            machine.write_json(self.json, rows)
+            output.write_json(self.json, rows)
         if self.plot is not None and rows:
             from dcpkernels.cli import bench_plot
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -13,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 import dcpkernels
-from dcpkernels.cli import context, machine, table
+from dcpkernels.cli import context, machine, output, table
 from dcpkernels.cli.demo_rank import DCP, DTYPE, NUM_TIMED, TP, WARMUP, RankResult, RankTask, run_rank
 from dcpkernels.cli.progress import Progress
 from dcpkernels.errors import DcpInvalidArgument, DcpUnsupported
@@ -55,11 +53,11 @@ def run(options: DemoOptions, *, json_path: Path | None, png_path: Path | None, 
     """The command. Returns 1 when a check failed; the result is shown and written all the same. json_path "-": the JSON
     goes to stdout and nothing else does."""
     to_stdout = json_path == Path("-")
-    machine.require_writable("--json", None if to_stdout else json_path)
-    machine.require_writable("--png", png_path)
-    if png_path is not None and importlib.util.find_spec("matplotlib") is None:
+    output.require_writable("--json", None if to_stdout else json_path)
+    output.require_writable("--png", png_path)
+    if png_path is not None and not output.has_matplotlib():
         if png_required:
-            machine.require_matplotlib("--png")
+            output.require_matplotlib("--png")
         print("no chart: matplotlib is not installed (pip install 'dcpkernels[cli]')", file=sys.stderr)
         png_path = None
     outcome = perform(options)
@@ -69,12 +67,12 @@ def run(options: DemoOptions, *, json_path: Path | None, png_path: Path | None, 
 
         draw(report, outcome.times_us, png_path)
     if to_stdout:
-        print(json.dumps(machine.finite(report), indent=2, allow_nan=False))
+        print(output.to_json(report))
         return 0 if report["passed"] else 1
     print(machine.one_line(report["machine"], report["isa"]))
     table.show(*_table_of(report))
     if json_path is not None:
-        machine.write_json(json_path, report)
+        output.write_json(json_path, report)
     written = ", ".join(str(path) for path in (png_path, json_path) if path is not None)
     if written:
         print(f"wrote {written}")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import math
-import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -14,7 +10,6 @@ import torch
 
 import dcpkernels
 from dcpkernels import _backend
-from dcpkernels.errors import DcpInvalidArgument, DcpUnsupported
 from dcpkernels.testing import ThreadGroup
 
 
@@ -57,28 +52,3 @@ def _cpu_model() -> str:
     except OSError:
         pass  # not every system has /proc
     return platform.processor() or platform.machine()
-
-
-def require_writable(option: str, path: Path | None) -> None:
-    """Finds a bad place for a result before the work, not after. Raises DcpInvalidArgument."""
-    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise DcpInvalidArgument(f"{option}: must be a file in a writable folder (got {str(path)!r})")
-
-
-def require_matplotlib(option: str) -> None:
-    """Before the work, as well. Raises DcpUnsupported."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise DcpUnsupported(f"{option}: matplotlib must be installed, by `pip install 'dcpkernels[cli]'` (not found)")
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
-
-
-def finite(value: Any) -> Any:
-    """`value` with None for NaN and infinities, which JSON lacks: an error that has no number."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dcpkernels.planner.cache_layout import CacheLayout, cache_layout
 from dcpkernels.planner.capacity import Capacity, Decomposition, decompose, plan_capacity
-from dcpkernels.planner.checks import gib
+from dcpkernels.planner.checks import gib, gib_as_printed
 from dcpkernels.planner.memory import MemoryBudget, memory_budget, workspace_region
 from dcpkernels.planner.models import MODELS, ModelSpec, find_model
 
@@ -26,6 +26,7 @@ __all__ = [
     "decompose",
     "find_model",
     "gib",
+    "gib_as_printed",
     "memory_budget",
     "plan_capacity",
     "workspace_region",

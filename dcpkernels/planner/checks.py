@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
@@ -61,6 +62,18 @@ def gib(value: Number, name: str = "memory", *, above_zero: bool = False) -> int
     if not (0 < number if above_zero else 0 <= number) or number > _MAX_GIB:
         fail(f"{name} must be {'above' if above_zero else 'at least'} 0 GiB (and at most 2**30)", value)
     return int(number * GIB)
+
+
+def gib_as_printed(text: str) -> tuple[int, int]:
+    """The least and the most bytes that are printed as `text` GiB: with two decimals, as vLLM's log has them, they are up
+    to 5 MiB apart from `gib(text)`, which can be a block. Other numbers are taken as they are."""
+    exact = gib(text)
+    _, point, decimals = str(text).strip().partition(".")
+    if not point or len(decimals) != 2 or not decimals.isdecimal():
+        return exact, exact
+    half = Fraction(GIB, 200)
+    middle = decimal("memory", text) * GIB
+    return max(0, math.ceil(middle - half)), int(middle + half)
 
 
 def ceil_div(value: int, divisor: int) -> int:

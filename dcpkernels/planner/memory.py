@@ -23,7 +23,7 @@ CHUNK_TOKENS = 64 * 1024  # of a chunk of prefill context, before it is rounded 
 _OUT_BYTES = 2  # attention's partial output is bf16
 
 
-def weights_gib(model: ModelSpec, tp: int) -> Decimal:
+def known_weights_gib(model: ModelSpec, tp: int) -> Decimal:
     """Raises DcpInvalidArgument when they are not known."""
     known = KNOWN_WEIGHTS_GIB.get((model.name, tp))
     if known is None:
@@ -141,11 +141,11 @@ def memory_budget(
     kv_dtype: str,
     hbm_gib: Number,
     utilisation: Number = "0.9",
-    weights: Number | None = None,
+    weights_gib: Number | None = None,
     other_gib: Number = 0,
     **workspace: Any,
 ) -> MemoryBudget:
-    """What a GPU of `hbm_gib` GiB has for the KV cache. `weights` are GiB on each rank, None = the known ones;
+    """What a GPU of `hbm_gib` GiB has for the KV cache. `weights_gib` are those of a rank, None = the known ones;
     `workspace` as in workspace_region; utilisation 0.9 is vLLM's default.
 
     Raises DcpInvalidArgument for a number that cannot be, weights that are not known, or when nothing is left."""
@@ -153,7 +153,7 @@ def memory_budget(
     return MemoryBudget(
         hbm_bytes=gib(hbm_gib, "the GPU's memory", above_zero=True),
         utilisation=decimal("utilisation", utilisation),
-        weights_bytes=gib(weights_gib(model, tp) if weights is None else weights, "weights"),
+        weights_bytes=gib(known_weights_gib(model, tp) if weights_gib is None else weights_gib, "weights"),
         workspace_bytes=0 if region is None else region.num_bytes,
         other_bytes=gib(other_gib, "other memory"),
     )

@@ -1,0 +1,44 @@
+"""Files that commands write. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from dcpkernels.errors import DcpInvalidArgument, DcpUnsupported
+
+
+def require_writable(option: str, path: Path | None) -> None:
+    """Finds a bad place for a result before the work, not after. Raises DcpInvalidArgument."""
+    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise DcpInvalidArgument(f"{option}: must be a file in a writable folder (got {str(path)!r})")
+
+
+def has_matplotlib() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def require_matplotlib(option: str) -> None:
+    if not has_matplotlib():
+        raise DcpUnsupported(f"{option}: matplotlib must be installed, by `pip install 'dcpkernels[cli]'` (not found)")
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(finite(value), indent=2, allow_nan=False)
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(to_json(value) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for NaN and infinities, which JSON lacks: an error that has no number."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
