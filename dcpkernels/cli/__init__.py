@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dcpkernels import __version__
-from dcpkernels.cli import bench_parser
+from dcpkernels.cli import bench_parser, plan_parser
 from dcpkernels.cli.parsing import count, ratio, seed
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
 
@@ -63,12 +63,14 @@ def _complain(what: object, exit_code: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dcpkernels",
-        description="Fused collectives for decode context parallelism, tried and timed on this machine.",
+        description="Fused collectives for decode context parallelism: tried and timed on this machine, and what a "
+        "KV cache holds with it.",
     )
     parser.add_argument("--version", action="version", version=f"dcpkernels {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_demo(commands)
     bench_parser.add(commands, _run_bench, _compare)
+    plan_parser.add(commands, _run_plan)
     return parser
 
 
@@ -131,6 +133,12 @@ def _compare(args: argparse.Namespace) -> int:
 
     outputs = Outputs(json=args.compare_json, markdown=args.compare_markdown)
     return run(*args.compare, outputs, fail_above=args.fail_above)
+
+
+def _run_plan(args: argparse.Namespace) -> int:
+    from dcpkernels.cli.plan import run
+
+    return run(args)
 
 
 def _with_ranks(command: Callable[[], int]) -> int:
