@@ -100,6 +100,7 @@ ATOM = {"dcp": 1, "draft_layers": 5, "num_speculative_tokens": 7, "state_blocks"
 def test_server_logs(
     options: dict[str, Any], blocks: int, block_tokens: int, need: int, tokens: int, concurrency: str
 ) -> None:
+    options = dict(options)
     if "available_gib" in options:
         fewest, most = (
             k3(available_bytes=n, **options).num_blocks for n in gib_as_printed(options.pop("available_gib"))

@@ -128,9 +128,9 @@ def _notes(plan: Plan) -> Iterator[str]:
         f"each takes {layout.request_blocks(1)} blocks, and {asked.state_blocks} of them hold state."
     )
     yield (
-        f"State of a request: {layout.state_bytes_per_request:,} bytes on each rank, kept {layout.state_blocks_per_group} "
-        f"times in {layout.state_groups} groups of blocks; its pages are padded by {100 * layout.state_page_padding:.2f} %, "
-        f"its {layout.state_layers} layers by {layout.padding_layers} ({100 * layout.padding_layer_share:.2f} %)."
+        f"A state is {layout.state_bytes_per_request:,} bytes on each rank; a request holds {layout.state_blocks_per_group}, in "
+        f"{layout.state_groups} groups of layers. Padding: {100 * layout.state_page_padding:.2f} % of a state's pages, "
+        f"{layout.padding_layers} pages to {layout.state_layers} layers ({100 * layout.padding_layer_share:.2f} %)."
     )
 
 
