@@ -1,4 +1,4 @@
-"""The command line: `dcpkernels demo` and `dcpkernels bench OP`. Only this package and bench/ print.
+"""The command line: `dcpkernels demo`, `bench OP`, `plan` and `doctor`. Only this package and bench/ print.
 
 Exit codes: 0 all well, 1 a check failed or a rank did, 2 the request cannot be served (as argparse does), 130 Ctrl-C or
 SIGTERM.
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dcpkernels import __version__
-from dcpkernels.cli import bench_parser, plan_parser
+from dcpkernels.cli import bench_parser, doctor, plan_parser
 from dcpkernels.cli.parsing import count, ratio, seed
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
 
@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     bench_parser.add(commands, _run_bench, _compare)
     plan_parser.add(commands, _run_plan)
+    doctor.add(commands, _run_doctor)
     return parser
 
 
@@ -139,6 +140,12 @@ def _run_plan(args: argparse.Namespace) -> int:
     from dcpkernels.cli.plan import run
 
     return run(args)
+
+
+def _run_doctor(args: argparse.Namespace) -> int:
+    from dcpkernels.cli.doctor.run import run
+
+    return run(json_path=args.json, with_collective=args.collective, num_ranks=args.ranks)
 
 
 def _with_ranks(command: Callable[[], int]) -> int:

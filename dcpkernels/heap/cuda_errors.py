@@ -49,14 +49,18 @@ _ADVICE = {
 _UNSUPPORTED = {34, 35, 36, 100, 101, 217, 801, 804}
 
 
+def advice(number: int, *, fabric: bool = False) -> str:
+    """What to do about it; `fabric` as for `call_error`."""
+    return _IMEX if fabric and number in (800, 801) else _ADVICE.get(number, "see `dmesg | grep -i xid`")
+
+
 def call_error(
     call: str, name: str, number: int, *, where: str, nbytes: int | None = None, fabric: bool = False, more: str = ""
 ) -> DcpError:
     """The error for a call that returned `number`. `where` names the device; `fabric`: the call was about a fabric
     handle, where "not permitted" and "not supported" have a meaning of their own; `more` is what else was given."""
     size = f" of {nbytes} bytes" if nbytes is not None else ""
-    advice = _IMEX if fabric and number in (800, 801) else _ADVICE.get(number, "see `dmesg | grep -i xid`")
     got = ", ".join(filter(None, [f"{name}, error {number}", more]))
-    text = f"{call}{size} must succeed on {where} (got {got}): {advice}"
+    text = f"{call}{size} must succeed on {where} (got {got}): {advice(number, fabric=fabric)}"
     unsupported = number in _UNSUPPORTED or (fabric and number == 800)
     return (DcpUnsupported if unsupported else DcpDeviceError)(text)

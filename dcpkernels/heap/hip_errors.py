@@ -49,11 +49,15 @@ _IPC_NUMBERS = {1, 17, 101, 205, 400, 999, 1052, 1053}
 _UNSUPPORTED = {35, 100, 101, 217, 801}
 
 
+def advice(number: int, *, ipc: bool = False) -> str:
+    """What to do about it; `ipc`: it was a call for an IPC handle."""
+    return _IPC if ipc and number in _IPC_NUMBERS else _ADVICE.get(number, _ADVICE[999])
+
+
 def call_error(call: str, name: str, number: int, *, where: str, nbytes: int | None = None, more: str = "") -> DcpError:
     """The error for a call that returned `number`. `where` names the device, `more` is what else was given."""
     size = f" of {nbytes} bytes" if nbytes is not None else ""
     is_ipc = call in _IPC_CALLS and number in _IPC_NUMBERS
-    advice = _IPC if is_ipc else _ADVICE.get(number, _ADVICE[999])
     got = ", ".join(filter(None, [f"{name}, error {number}", more]))
-    text = f"{call}{size} must succeed on {where} (got {got}): {advice}"
+    text = f"{call}{size} must succeed on {where} (got {got}): {advice(number, ipc=is_ipc)}"
     return (DcpUnsupported if is_ipc or number in _UNSUPPORTED else DcpDeviceError)(text)
