@@ -1,0 +1,541 @@
+"""`dcpkernels doctor`: every check over machines that are made up, and the command on this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcpkernels import env
+from dcpkernels.cli import main
+from dcpkernels.cli.doctor import build, collective, render, run, torch_match
+from dcpkernels.cli.doctor.check import FAIL, OK, WARN, Check, Result, Section, ok, results, split_advice
+from dcpkernels.cli.doctor.targets import states
+from tests.doctor_facts import Lost, finding, machine
+
+ROOT = Path(__file__).parents[1]
+LINE = re.compile(r"(ok  |warn|fail)  [a-z][a-z ]*: \S.*")
+NODE = {"/dev/kfd": "", "/dev/nvidia0": ""}  # of devices, of either vendor
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch):
+    for variable in env.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+
+
+def statuses(facts) -> dict[str, str]:
+    return {result.name: result.status for result in results(run.ALL_CHECKS, facts)}
+
+
+# -- the whole
+
+
+def test_a_bare_machine_is_well(tmp_path):
+    facts = machine(tmp_path)
+    found = results(run.ALL_CHECKS, facts)
+    assert {result.status for result in found} == {OK} and render.exit_code(found) == 0
+    head = render.text(run.LABELS, states(facts), found, {}).splitlines()[0]
+    assert head == (
+        "CPU target: ready (variant v3, 4 CPUs). CUDA target: built, no driver here. HIP target: built, no runtime here."
+    )
+    # Of devices that are not there it says so once, and no more.
+    names = [result.name for result in found]
+    assert [name for name in names if name.startswith(("cuda", "hip"))] == [
+        "cuda module", "hip module", "cuda python", "cuda driver", "hip python", "hip runtime"
+    ]  # fmt: skip
+
+
+def test_a_machine_without_anything(tmp_path):
+    """Nothing is built, no file may be read, nobody answers: lines, and no traceback."""
+    facts = machine(
+        tmp_path,
+        {name: None for name in ("/proc/cpuinfo", "/proc/meminfo", "/proc/self/status", "/proc/self/limits")},
+        {name: Section({}, lost="killed") for name in ("cpu", "torch", "cuda", "hip", "torch device")},
+    )
+    found = results(run.ALL_CHECKS, facts)
+    assert not [result for result in found if "could not be made" in result.text]
+    assert {result.name for result in found if result.status == FAIL} == {
+        "targets", "cpu module", "cuda module", "hip module", "cpu", "torch"
+    }  # fmt: skip
+    assert render.exit_code(found) == 1
+
+
+def test_a_check_that_raises_is_a_warning_and_the_rest_go_on(tmp_path):
+    def fall_ill(facts):
+        raise LookupError("in\nit")
+
+    checks = [Check("first", fall_ill), Check("none", lambda facts: None), Check("last", lambda facts: ok("well"))]
+    bad, good = results(checks, machine(tmp_path))
+    assert bad.status == WARN and bad.text == "check first could not be made (LookupError: in it)" and bad.fix
+    assert good == Result(OK, "last", "well")
+    lost = results([Check("lost", lambda facts: facts.section("cpu").get("nothing"))], machine(tmp_path))
+    assert lost[0].text == "check lost could not be made (it was not asked for)"
+
+
+def test_lines_and_object():
+    found = [Result(OK, "a", "fine"), Result(WARN, "b c", "so so", "mend it"), Result(FAIL, "d", "bad", "mend")]
+    text = render.text({"x": "X"}, {"x": (True, "ready")}, found, {"x": [[".", "NVLink"], ["--", "."]]})
+    assert text.splitlines() == [
+        "X target: ready.",
+        "",
+        "ok    a: fine",
+        "warn  b c: so so -> mend it",
+        "fail  d: bad -> mend",
+        "",
+        "X devices, from row to column (--: cannot reach)",
+        "    0       1",
+        "-  --  ------",
+        "0   .  NVLink",
+        "1  --       .",
+        "",
+        "1 ok, 1 warn, 1 fail: exit code 1",
+    ]
+    made = render.as_object({"x": (True, "ready")}, found, {"x": [["."]]})
+    assert made["exit_code"] == 1 and made["targets"] == {"x": {"ready": True, "text": "ready"}}
+    assert made["checks"][1] == {"status": "warn", "name": "b c", "text": "so so", "fix": "mend it"}
+    assert render.exit_code(found[:2]) == 0
+
+
+def test_what_is_and_what_to_do():
+    assert split_advice("it must be (got 1): do this: so") == ("it must be (got 1)", "do this: so")
+    assert split_advice("it must be (got 1)") == ("it must be (got 1)", "")
+
+
+def test_every_check_is_in_the_manual_and_no_other():
+    rows = re.findall(r"^\| `([a-z ]+)` \|", (ROOT / "docs/doctor.md").read_text(), re.MULTILINE)
+    names = [check.name for check in run.ALL_CHECKS] + [f"collective {target}" for target in run.TARGETS]
+    assert sorted(rows) == sorted(names) and len(set(names)) == len(names)
+
+
+def test_versions_are_those_that_the_package_asks_for():
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'torch>={".".join(map(str, torch_match.MIN_TORCH))}"' in text
+
+
+# -- what is built
+
+
+def test_a_module_that_is_not_built_or_does_not_belong(tmp_path):
+    facts = machine(tmp_path, sections={"cuda": {"built": False, "module": Lost("no module named _C_cuda")}})
+    assert finding("cuda module", facts) == ok("not built") and states(facts)["cuda"] == (False, "not built")
+    why = "target cpu: FLAG_BYTES must be 64 (the module was built with 128: rebuild)"
+    facts = machine(tmp_path, sections={"cpu": {"module": Lost(why)}})
+    found = finding("cpu module", facts)
+    assert found.status == FAIL and why in found.text and found.fix == build.REBUILD
+    assert finding("targets", facts).status == FAIL  # no other can be used
+    assert states(facts)["cpu"] == (False, "its module does not load (see 'cpu module')")
+    facts = machine(tmp_path, sections={"hip": {"module": Lost("undefined symbol")}})
+    assert statuses(facts)["hip module"] == FAIL and statuses(facts)["targets"] == OK
+
+
+def test_the_facts_of_a_module_are_those_of_load(monkeypatch):
+    assert Section(build.module_facts("cpu")).get("module")["protocol"] >= 1
+    monkeypatch.setattr(build._backend.region_layout, "FLAG_BYTES", 7)
+    build._backend.load.cache_clear()
+    assert "FLAG_BYTES must be 7" in Section(build.module_facts("cpu")).error("module")
+    build._backend.load.cache_clear()
+    none = Section(build.module_facts("none"))
+    assert none.get("built") is False and none.error("module")
+
+
+def test_no_variant_that_runs(tmp_path, monkeypatch):
+    module = {"build_id": "b", "protocol": 1, "built": ["v4"], "runnable": []}
+    facts = machine(tmp_path, sections={"cpu": {"module": module}})
+    found = finding("cpu", facts)
+    assert found.status == FAIL and "runs none of the variants that are built (v4)" in found.text
+    assert finding("targets", facts).status == FAIL and not states(facts)["cpu"][0]
+    for value, text in (("v4", "cpu_isa must be one that this build and processor have: v3, baseline (got 'v4')"),
+                        ("avx", "DCPKERNELS_CPU_ISA: must be one of")):  # fmt: skip
+        monkeypatch.setenv("DCPKERNELS_CPU_ISA", value)
+        found = finding("cpu", machine(tmp_path, environ={"DCPKERNELS_CPU_ISA": value}))
+        assert found.status == FAIL and text in found.text and found.fix == "unset DCPKERNELS_CPU_ISA"
+    monkeypatch.setenv("DCPKERNELS_CPU_ISA", "baseline")
+    assert finding("cpu", machine(tmp_path)) == ok("Some CPU, 4 CPUs; kernel variant baseline of v3, baseline")
+    monkeypatch.delenv("DCPKERNELS_CPU_ISA")
+    assert "1 CPU; kernel variant v3" in finding("cpu", machine(tmp_path, num_cpus=1)).text
+
+
+def test_variables(tmp_path, monkeypatch):
+    given = {"DCPKERNELS_TIMEOUT_S": "5", "DCPKERNELS_TARGETS": "cpu", "SECRET": "x"}
+    assert finding("variables", machine(tmp_path, environ=given)) == ok(
+        "DCPKERNELS_TIMEOUT_S=5, DCPKERNELS_TARGETS is set, which only a build reads"
+    )
+    found = finding("variables", machine(tmp_path, environ={"DCPKERNELS_TIMEOUTS": "5"}))
+    assert found.status == WARN and found.text == "nobody reads DCPKERNELS_TIMEOUTS"
+    assert "DCPKERNELS_TIMEOUT_S" in found.fix
+    for name in ("DCPKERNELS_TIMEOUT_S", "DCPKERNELS_FIRST_CALL_TIMEOUT_S", "DCPKERNELS_READ_ONLY_VIEWS"):
+        monkeypatch.setenv(name, "soon")
+        found = finding("variables", machine(tmp_path))
+        assert found.status == FAIL and found.text.startswith(f"{name}: must be ")
+        monkeypatch.delenv(name)
+
+
+# -- torch
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("2.9.0", OK), ("2.13.0+cpu", OK), ("3.0.0a0", OK), ("2.8.1", FAIL), ("1.13.1", FAIL), ("a build of mine", OK)],
+)
+def test_torch_that_is_too_old(tmp_path, version, status):
+    found = finding("torch", machine(tmp_path, sections={"torch": {"version": version}}))
+    assert found.status == status and version in found.text
+
+
+def test_torch_that_cannot_be_imported(tmp_path):
+    facts = machine(
+        tmp_path, sections={"torch": {"version": Lost("ImportError: undefined symbol"), "build": Lost("x")}}
+    )
+    found = finding("torch", facts)
+    assert found.status == FAIL and "undefined symbol" in found.text and "pip install torch" in found.fix
+    assert finding("torch build", facts) is None
+
+
+@pytest.mark.parametrize(
+    ("build", "files", "more", "status", "text"),
+    [
+        ({}, {}, {}, OK, "for CPUs only"),
+        ({}, {"/dev/nvidia0": ""}, {}, WARN, "for CPUs only, and there are devices of CUDA"),
+        ({}, {"/dev/kfd": ""}, {}, WARN, "for CPUs only, and there are devices of HIP"),
+        ({"cuda": "13.0"}, {}, {}, OK, "for CUDA 13.0; there is no such device"),
+        ({"cuda": "13.0"}, {"/dev/kfd": ""}, {}, WARN, "for CUDA 13.0, and the devices are of HIP"),
+        ({"hip": "7.1"}, {"/dev/nvidia0": ""}, {}, WARN, "for HIP 7.1, and the devices are of CUDA"),
+        ({"hip": "7.1"}, {"/dev/kfd": ""}, {"hip": {"built": False}}, WARN, "for HIP 7.1, and the module 'hip' is not built"),
+        ({"cuda": "13.0"}, {"/dev/nvidia0": ""}, {"cuda": {"driver": "12.4"}}, WARN, "for CUDA 13.0, and the driver is for CUDA 12.4"),
+        ({"cuda": "13.2"}, {"/dev/nvidia0": ""}, {"cuda": {"driver": "13.0"}}, OK, "for CUDA 13.2"),
+        ({"cuda": "12.8"}, {"/dev/nvidia0": ""}, {"cuda": {"driver": "13.0"}}, OK, "for CUDA 12.8"),
+        ({"cuda": "13.0"}, {}, {"cuda": {"driver": "13.0", "devices": [{}]}}, WARN, "torch.cuda.is_available() is False"),
+        ({"cuda": "13.0"}, {}, {"cuda": {"driver": "13.0", "devices": [{}]}, "torch device": {"count": Lost("broken")}}, WARN, "(broken)"),
+        ({"cuda": "13.0"}, {}, {"cuda": {"driver": "13.0", "devices": [{}]}, "torch device": {"count": 1}}, OK, "for CUDA 13.0"),
+    ],
+)  # fmt: skip
+def test_torch_and_devices_of_one_kind(tmp_path, build, files, more, status, text):
+    sections = {"torch": {"build": {"cuda": None, "hip": None} | build}, **more}
+    found = finding("torch build", machine(tmp_path, files, sections))
+    assert found.status == status and text in found.text and bool(found.fix) == (status != OK)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_expandable_segments(tmp_path, name):
+    for value, is_on in (("expandable_segments:True", True), ("max_split_size_mb:1,expandable_segments: true", True),
+                         ("expandable_segments:False", False), ("", False)):  # fmt: skip
+        environ = {name: value}
+        found = finding("allocator", machine(tmp_path / "bare", environ=environ))
+        assert found.status == OK and (name in found.text) == is_on
+        found = finding("allocator", machine(tmp_path / "gpu", NODE, environ=environ))
+        assert found.status == (WARN if is_on else OK) and "max_split" not in found.text
+
+
+# -- this machine's limits
+
+
+def test_shared_memory_that_cannot_be_had(tmp_path):
+    def refuse():
+        raise PermissionError(1, "Operation not permitted")
+
+    found = finding("shared memory", machine(tmp_path, try_shared_memory=refuse))
+    assert found.status == FAIL and "PermissionError" in found.text and "memfd_create" in found.fix
+
+
+@pytest.mark.parametrize("what", ["seal", "send", "bytes", "listen"])
+def test_shared_memory_is_really_tried(tmp_path, monkeypatch, what):
+    from dcpkernels.cli.doctor import check, shared_memory
+
+    facts = machine(tmp_path, try_shared_memory=check._try_shared_memory)
+    assert finding("shared memory", facts).status == OK
+    before = os.listdir("/proc/self/fd")
+    send, create = shared_memory.sockets.send, shared_memory.create_file
+
+    def without_seals(nbytes):
+        fd = os.memfd_create("x")
+        os.ftruncate(fd, nbytes)
+        return fd
+
+    class Listener(shared_memory.sockets.Listener):
+        def __init__(self, backlog):
+            raise OSError(97, "Address family not supported")
+
+    class Private(shared_memory.Region):
+        """Of another file."""
+
+        def __init__(self, fd, nbytes):
+            other = create(nbytes)
+            super().__init__(other, nbytes)
+            os.close(other)
+
+    change = {
+        "seal": (shared_memory, "create_file", without_seals),
+        "send": (
+            shared_memory.sockets,
+            "send",
+            lambda sock, peer, message, deadline, fd: send(sock, peer, message, deadline),
+        ),
+        "bytes": (shared_memory, "Region", Private),
+        "listen": (shared_memory.sockets, "Listener", Listener),
+    }[what]
+    monkeypatch.setattr(*change)
+    found = finding("shared memory", facts)
+    assert found.status == FAIL
+    words = {"seal": "sealed", "send": "descriptor must arrive", "bytes": "the same bytes", "listen": "Address family"}
+    assert words[what] in found.text
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_memory(tmp_path):
+    found = finding("memory", machine(tmp_path))
+    assert found == ok("8.0 GiB available, by host memory (MemAvailable)")
+    found = finding("memory", machine(tmp_path, {"/proc/meminfo": "MemAvailable: 200000 kB\n"}))
+    assert found.status == WARN and "195.3 MiB" in found.text
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_of_a_cgroup(tmp_path, version):
+    """As containers have it: the path of the group is not shown."""
+    mount, group = tmp_path / "mount", "/kubepods/pod-of-alice"
+    folder = Path(f"{mount}{group}")
+    folder.mkdir(parents=True)
+    (folder / "memory.stat").write_text("inactive_file 0\ntotal_inactive_file 0\n")
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    (folder / names[0]).write_text(f"{100 << 20}\n")
+    (folder / names[1]).write_text(f"{40 << 20}\n")
+    mounted, own = {
+        1: (f"1 2 0:3 / {mount} rw - cgroup cgroup rw,memory\n", f"4:memory:{group}\n"),
+        2: (f"1 2 0:3 / {mount} rw - cgroup2 cgroup rw\n", f"0::{group}\n"),
+    }[version]
+    facts = machine(tmp_path / "root", {"/proc/self/mountinfo": mounted, "/proc/self/cgroup": own})
+    found = finding("memory", facts)
+    assert found.status == WARN and found.text == f"60.0 MiB available, by the cgroup's {names[0]}"
+
+
+def test_shm(tmp_path):
+    assert finding("shm", machine(tmp_path)).status == OK
+    found = finding("shm", machine(tmp_path, shm_bytes=lambda path: 64 << 20))
+    assert found.status == WARN and found.text.startswith("64.0 MiB; dcpkernels does not use it")
+
+    def none(path):
+        raise FileNotFoundError(path)
+
+    assert finding("shm", machine(tmp_path, shm_bytes=none)).status == OK
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "bare", "with_device"),
+    [
+        ("open files", "20000", OK, OK), ("open files", "128", WARN, WARN), ("open files", "unlimited", OK, OK),
+        ("locked memory", "65536", OK, WARN), ("locked memory", "unlimited", OK, OK),
+        ("locked memory", str(1 << 30), OK, OK),
+    ],
+)  # fmt: skip
+def test_limits(tmp_path, name, limit, bare, with_device):
+    files = {"/proc/self/limits": f"Limit  Soft Limit\nMax {name}   {limit}   unlimited   units\n"}
+    assert finding(name, machine(tmp_path / "bare", files)).status == bare
+    assert finding(name, machine(tmp_path / "gpu", files | NODE)).status == with_device
+
+
+@pytest.mark.parametrize(
+    ("types", "bare", "with_device"),
+    [
+        ([], OK, OK), (["identity", "identity"], OK, OK), (["DMA", "identity"], OK, WARN), (["DMA-FQ"], OK, WARN),
+        ([None], OK, OK),
+    ],
+)  # fmt: skip
+def test_iommu(tmp_path, types, bare, with_device):
+    files = {f"/sys/kernel/iommu_groups/{i}/type": kind for i, kind in enumerate(types)}
+    found = finding("iommu", machine(tmp_path / "bare", files))
+    assert found.status == bare and ("off" in found.text) == (not types)
+    assert ("passed through" in found.text) == (types == ["identity"] * 2)
+    found = finding("iommu", machine(tmp_path / "gpu", files | NODE))
+    assert found.status == with_device and ("iommu=pt" in found.fix) == (with_device == WARN)
+
+
+# -- containers
+
+
+@pytest.mark.parametrize(
+    ("files", "environ", "kind"),
+    [
+        ({}, {}, ""),
+        ({"/.dockerenv": ""}, {}, "docker"),
+        ({"/run/.containerenv": 'name="alice"'}, {}, "podman"),
+        ({}, {"KUBERNETES_SERVICE_HOST": "10.1.2.3"}, "kubernetes"),
+        ({"/proc/self/cgroup": "0::/kubepods.slice/pod-of-alice\n"}, {}, "kubepods"),
+    ],
+)
+def test_containers(tmp_path, files, environ, kind):
+    found = finding("container", machine(tmp_path, files, environ=environ))
+    assert found.status == OK and found.text.startswith(f"{kind}; " if kind else "none")
+    assert "alice" not in found.text and "10.1.2.3" not in found.text
+
+
+@pytest.mark.parametrize(("mode", "bare", "with_device"), [("0", OK, OK), ("2", OK, WARN)])
+def test_seccomp(tmp_path, mode, bare, with_device):
+    files = {"/proc/self/status": f"CapEff:\t0\nSeccomp:\t{mode}\n"}
+    assert finding("seccomp", machine(tmp_path / "bare", files)).status == bare
+    found = finding("seccomp", machine(tmp_path / "gpu", files | NODE))
+    assert found.status == with_device and ("mode 2" in found.text) == (mode == "2")
+
+
+@pytest.mark.parametrize("scope", [None, "0", "1", "2", "3"])
+@pytest.mark.parametrize("has_cap", [False, True])
+def test_ptrace(tmp_path, scope, has_cap):
+    files = {"/proc/self/status": f"CapEff:\t{(1 << 19) * has_cap:016x}\n", "/proc/sys/kernel/yama/ptrace_scope": scope}
+    assert finding("ptrace", machine(tmp_path / "bare", files)).status == OK
+    found = finding("ptrace", machine(tmp_path / "gpu", files | NODE))
+    is_refused = scope == "3" or (scope in ("1", "2") and not has_cap)
+    assert found.status == (WARN if is_refused else OK)
+    assert f"ptrace_scope {scope or 0}" in found.text and ("without CAP_SYS_PTRACE" in found.text) != has_cap
+
+
+@pytest.mark.parametrize(
+    ("namespace", "with_device"), [("pid:[4026531836]", OK), ("pid:[4026532123]", WARN), (None, OK)]
+)
+def test_pid_namespace(tmp_path, namespace, with_device):
+    links = {"/proc/self/ns/pid": namespace} if namespace else {}
+    assert finding("pid namespace", machine(tmp_path / "bare", links=links)).status == OK
+    assert finding("pid namespace", machine(tmp_path / "gpu", NODE, links=links)).status == with_device
+
+
+# -- the command
+
+
+def test_the_command_on_this_machine(tmp_path, capfd):
+    out = tmp_path / "out.json"
+    assert main(["doctor", "--json", str(out)]) == 0
+    printed, complained = capfd.readouterr()
+    assert "Traceback" not in printed + complained
+    head, blank, *lines, end, summary = printed.splitlines()
+    assert re.match(r"CPU target: ready \(variant \w+, \d+ CPUs?\)\. CUDA target: .*\. HIP target: .*\.$", head)
+    matrix = lines.index("") if "" in lines else len(lines)
+    assert blank == end == "" and all(map(LINE.fullmatch, lines[:matrix])), lines
+    assert re.fullmatch(r"\d+ ok, \d+ warn, 0 fail: exit code 0", summary)
+    made = json.loads(out.read_text())
+    assert made["exit_code"] == 0 and made["targets"]["cpu"]["ready"] and len(made["checks"]) == matrix
+    assert [f"{check['status']:<4}  {check['name']}: {check['text']}" for check in made["checks"]] == [
+        line.partition(" -> ")[0] for line in lines[:matrix]
+    ]
+    # What is said to be picked is what a workspace has.
+    from dcpkernels.cli.machine import chosen_isa
+
+    assert f"variant {chosen_isa()}," in head
+
+
+def test_json_alone_on_stdout(monkeypatch, tmp_path, capsys):
+    facts = machine(tmp_path)
+    monkeypatch.setattr(run, "this_machine", lambda: facts)
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 0
+    facts = machine(tmp_path, sections={"torch": {"version": "2.0.0"}})
+    assert main(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--ranks", "2"], "--ranks: must come with --collective (got --ranks 2)"),
+        (["--collective", "--ranks", "65"], "--ranks: must be at most 64 (got 65)"),
+        (["--json", "/nowhere/out.json"], "--json: must be a file in a writable folder (got '/nowhere/out.json')"),
+    ],
+)
+def test_a_request_that_cannot_be_served(monkeypatch, args, text, capsys):
+    monkeypatch.setattr(run, "this_machine", lambda: pytest.fail("must be found before the work"))
+    assert main(["doctor", *args]) == 2
+    assert capsys.readouterr().err == f"dcpkernels: error: {text}\n"
+
+
+UNANSWERED = (
+    "import sys\nfrom dcpkernels.cli import main\nimport dcpkernels.cli.doctor.run as run\n"
+    "from dcpkernels.cli.doctor.check import Section\n"
+    "run.ask = lambda names: {name: Section({}, lost='not asked') for name in names}\n"
+)
+
+
+def test_torch_stays_out_of_the_process():
+    help_text = "try: main(['doctor', '--help'])\nexcept SystemExit: pass\n"
+    code = f"{UNANSWERED}{help_text}assert main(['doctor']) == 1 and 'torch' not in sys.modules"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "docs/doctor.md" in shown.stdout and shown.stderr == ""
+
+
+def test_a_closed_pipe():
+    """As of `dcpkernels doctor | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    code = f"{UNANSWERED}sys.exit(main(['doctor']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+# -- --collective
+
+
+def test_collective_runs_every_op_on_real_ranks(monkeypatch, tmp_path, capsys):
+    facts = machine(tmp_path)
+    monkeypatch.setattr(run, "this_machine", lambda: facts)
+    assert main(["doctor", "--collective", "--ranks", "2"]) == 0
+    assert re.search(
+        r"^ok    collective cpu: all ops are right on 2 rank processes \(\w+\)$", capsys.readouterr().out, re.MULTILINE
+    )
+
+
+def _wrong(group, device):
+    """Rank 1 takes the right merge for a wrong one."""
+    from dcpkernels import reference
+
+    right = reference.a2a_lse_reduce
+    if group.rank() == 1:
+        reference.a2a_lse_reduce = lambda *args, **options: (right(*args, **options)[0] + 1, right(*args, **options)[1])
+    return collective.check_rank(group, device)
+
+
+def test_collective_with_a_wrong_result():
+    found = collective.collective("cpu", "cpu", 2, body=_wrong)
+    assert found.status == FAIL and "docs/errors.md" in found.fix
+    assert (
+        "DcpError: self_check failed on rank 1: a2a_lse_reduce: the result must be the merge of all ranks" in found.text
+    )
+
+
+def _hang(group, device):
+    if group.rank() == 1:
+        import time
+
+        time.sleep(60)
+    return "v3"
+
+
+def test_collective_with_a_rank_that_hangs():
+    found = collective.collective("cpu", "cpu", 2, body=_hang, timeout_s=0.5)
+    assert found.status == FAIL and re.match(r"rank \d of 2 still running after", found.text)
+
+
+def test_what_failed_is_not_an_echo():
+    fates = {
+        0: "raised DcpPeerLost: rank 1 is gone",
+        1: "killed by signal 9 (SIGKILL)",
+        2: "returned",
+    }
+    assert collective._what_failed(fates) == "rank 1 of 3 killed by signal 9 (SIGKILL)"
+    assert collective._what_failed({0: fates[0], 1: "returned"}) == "rank 0 of 2 raised DcpPeerLost: rank 1 is gone"
+    assert collective._what_failed(fates | {2: "raised DcpError: x"}).startswith("rank 2 of 3 raised")
+
+
+def test_collective_takes_the_targets_that_are_ready(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(collective, "collective", lambda *args: asked.append(args) or ok("well"))
+    card = {"driver": "13.0", "devices": [{}] * 3, "usable": ""}
+    torch = {"build": {"cuda": "13.0", "hip": None}}
+    facts = machine(tmp_path, sections={"cuda": card, "torch": torch})
+    assert [result.name for result in collective.run(facts, 5)] == ["collective cpu", "collective cuda"]
+    assert asked == [("cpu", "cpu", 5), ("cuda", "cuda", 3)]
+    facts = machine(tmp_path, sections={"cuda": card, "cpu": {"built": False}})
+    assert collective.run(facts, 5) == []
