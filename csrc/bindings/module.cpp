@@ -1,5 +1,5 @@
 // The module dcpkernels._C_cpu, or of another target: the only code that sees pybind11, together with its
-// neighbours in this folder.
+// neighbours in this folder. The same object for all targets: what differs is in variants.cpp.
 #include <pybind11/stl.h>
 
 #include "bindings/handle.h"
@@ -70,13 +70,10 @@ std::vector<std::string> variants(bool runs_here) {
 }  // namespace
 }  // namespace dcp
 
-#define DCP_NAME_OF(module) #module
-#define DCP_NAME(module) DCP_NAME_OF(module)
-
-PYBIND11_MODULE(DCP_MODULE, module) {
+PYBIND11_MODULE(_C, module) {
   using namespace dcp;
-  module.doc() = "Target " DCP_NAME(DCP_MODULE) " of dcpkernels";
-  module.attr("BUILD_ID") = DCP_BUILD_ID;
+  module.doc() = std::string("Target ") + module_name() + " of dcpkernels";
+  module.attr("BUILD_ID") = build_id();
   module.attr("PROTOCOL_VERSION") = kProtocolVersion;
   module.attr("MAX_RANKS") = kMaxRanks;
   // Sizes that dcpkernels/region_layout.py lays out regions with.

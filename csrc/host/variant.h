@@ -28,5 +28,9 @@ struct Variant {
 std::span<const Variant> all_variants();
 // The variant of that name, or the best for "auto". Null: there is none, or the processor cannot run it.
 const Variant* find_variant(const char* name);
+// _C_cpu, for example.
+const char* module_name();
+// What ranks compare: of the sources and the flags.
+const char* build_id();
 
 }  // namespace dcp
