@@ -25,6 +25,12 @@ def plain_frame(axes: Axes) -> None:
     axes.tick_params(colors=INK, labelsize=9, color=FAINT)
 
 
+def heading(axes: Axes, text: str, detail: str) -> None:
+    """Above the axes: what they show, and a fainter line about it."""
+    axes.text(0, 1.10, text, transform=axes.transAxes, fontsize=11.5, weight="bold", color=INK, va="bottom")
+    axes.text(0, 1.035, detail, transform=axes.transAxes, fontsize=9, color=FAINT, va="bottom")
+
+
 def save(figure: Figure, path: Path) -> None:
     """A PNG by its name: matplotlib would take the format from the suffix, and the path may have another or none."""
     figure.savefig(path, format="png")

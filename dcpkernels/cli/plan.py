@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dcpkernels.cli import output, plan_report
+from dcpkernels.cli import output, plan_report, plan_step_time, plan_trace
 from dcpkernels.cli.plan_parser import BUDGET_OPTIONS
 from dcpkernels.errors import DcpInvalidArgument
 from dcpkernels.planner import (
@@ -52,15 +52,19 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         output.require_matplotlib("--plot")
     plan = perform(args)
-    report = plan_report.report_of(plan)
+    made = (make(args, plan) for make in (plan_step_time.section_of, plan_trace.section_of))
+    sections = [section for section in made if section is not None]
+    report = plan_report.report_of(plan) | {section.key: section.report for section in sections}
     if args.plot is not None:
         from dcpkernels.cli.plan_figure import draw
 
-        draw(plan, args.plot)
+        draw(plan, args.plot, [panel for section in sections for panel in section.panels])
     if to_stdout:
         print(output.to_json(report))
         return 0
     plan_report.show(plan)
+    for section in sections:
+        section.show()
     if args.json is not None:
         output.write_json(args.json, report)
     written = ", ".join(str(path) for path in (args.plot, args.json) if path is not None)
@@ -157,6 +161,8 @@ def _available(args: argparse.Namespace, layout: CacheLayout) -> int:
 def _budget_of(args: argparse.Namespace, model: ModelSpec) -> Callable[[CacheLayout], MemoryBudget] | None:
     given = {name: getattr(args, name) for name in BUDGET_OPTIONS if getattr(args, name) is not None}
     if args.hbm_gib is None:
+        if args.trace is not None:
+            given.pop("max_num_seqs", None)  # which it takes, too
         if given:
             raise DcpInvalidArgument(f"plan: {_option(next(iter(given)))} must come with --hbm-gib (got none)")
         return None

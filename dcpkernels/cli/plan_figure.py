@@ -7,40 +7,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from dcpkernels.cli import chart
+from dcpkernels.cli.chart import FAINT, INK, OTHER, OURS, REST, heading
 from dcpkernels.planner import Capacity
 from dcpkernels.planner.checks import GIB
 
 if TYPE_CHECKING:
     from dcpkernels.cli.plan import Plan
 
-_OURS, _OTHER, _INK, _FAINT, _REST = "#0b7a75", "#c9762b", "#22303c", "#8a97a3", "#d5dade"
-_PANEL_INCHES = 6.4
+_PANEL_INCHES = (6.4, 4.85)
 _LENGTHS = 400  # points of a line
 
 Panel = Callable[[Axes], None]
 
 
 def draw(plan: Plan, path: Path, more: Sequence[Panel] = ()) -> None:
-    """Writes the chart: two panels of capacity, and `more` beside them. No pyplot: it would look for a display and keep
-    the figure alive."""
+    """Writes the chart: two panels of capacity, and `more` below them."""
     panels: list[Panel] = [lambda axes: draw_capacity(axes, plan), lambda axes: draw_requests(axes, plan), *more]
-    width = _PANEL_INCHES * len(panels)
-    figure = Figure(figsize=(width, 5.4), dpi=140, facecolor="white")
-    FigureCanvasAgg(figure)
-    margin = 0.75 / width
-    figure.subplots_adjust(left=margin, right=1 - margin / 3, top=0.755, bottom=0.115, wspace=0.2)
-    _titles(figure, plan, margin / 3)
-    for panel, axes in zip(panels, figure.subplots(1, len(panels)), strict=True):
-        axes.tick_params(labelsize=9)
+    num_rows = -(-len(panels) // 2)
+    height = 0.55 + _PANEL_INCHES[1] * num_rows
+    figure = chart.new_figure(2 * _PANEL_INCHES[0], height)
+    figure.subplots_adjust(left=0.06, right=0.92, top=1 - 1.32 / height, bottom=0.62 / height, wspace=0.24, hspace=0.42)
+    _titles(figure, plan, 0.02, height)
+    for place, panel in enumerate(panels, 1):
+        axes = figure.add_subplot(num_rows, 2, place)
+        axes.tick_params(labelsize=9)  # a panel may measure its labels
         panel(axes)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(_FAINT)
-        axes.tick_params(colors=_INK, color=_FAINT)
-    # By its name: matplotlib would take the format from the suffix, and --plot may have another or none.
-    figure.savefig(path, format="png")
+        chart.plain_frame(axes)
+    chart.save(figure, path)
 
 
 def amount(tokens: float) -> str:
@@ -51,25 +47,20 @@ def amount(tokens: float) -> str:
     return f"{tokens:,.0f}"
 
 
-def heading(axes: Axes, text: str, detail: str) -> None:
-    axes.text(0, 1.10, text, transform=axes.transAxes, fontsize=11.5, weight="bold", color=_INK, va="bottom")
-    axes.text(0, 1.035, detail, transform=axes.transAxes, fontsize=9, color=_FAINT, va="bottom")
-
-
-def _titles(figure: Figure, plan: Plan, left: float) -> None:
+def _titles(figure: Figure, plan: Plan, left: float, height: float) -> None:
     inputs, asked = plan.inputs, plan.asked
     title = (
         f"{plan.model.name}, TP {inputs['tp']}, DCP {asked.dcp}: {amount(asked.tokens)} tokens, "
         f"{asked.concurrency:,.2f} requests of {asked.max_model_len:,}"
     )
-    figure.text(left, 0.945, title, fontsize=15, weight="bold", color=_INK, va="center")
+    figure.text(left, 1 - 0.3 / height, title, fontsize=15, weight="bold", color=INK, va="center")
     state = f" · {inputs['state_dtype']} state" if asked.state_blocks else ""
     about = (
         f"{asked.available_bytes / GIB:.2f} GiB a GPU for the KV cache · {inputs['kv_dtype']} KV{state} · prefix caching "
         f"{'off' if inputs['no_prefix_caching'] else 'on'} · blocks of {asked.block_tokens:,} tokens a rank · computed, "
         "not measured"
     )
-    figure.text(left, 0.89, about, fontsize=9, color=_FAINT, va="center")
+    figure.text(left, 1 - 0.6 / height, about, fontsize=9, color=FAINT, va="center")
 
 
 def draw_capacity(axes: Axes, plan: Plan) -> None:
@@ -79,7 +70,7 @@ def draw_capacity(axes: Axes, plan: Plan) -> None:
         (
             f"DCP {c.dcp}",
             c.tokens,
-            _OURS if c.dcp == plan.asked.dcp else _REST,
+            OURS if c.dcp == plan.asked.dcp else REST,
             f"{unsharded / c.blocks_per_request:.3f}x",
         )
         for c in plan.by_dcp
@@ -88,7 +79,7 @@ def draw_capacity(axes: Axes, plan: Plan) -> None:
     parts = plan.decomposition
     if parts is not None and parts.baseline not in plan.by_dcp:
         old = parts.baseline
-        bars.insert(0, (f"DCP {old.dcp}\n{old.available_bytes / GIB:.2f} GiB", old.tokens, _OTHER, "baseline"))
+        bars.insert(0, (f"DCP {old.dcp}\n{old.available_bytes / GIB:.2f} GiB", old.tokens, OTHER, "baseline"))
         detail = (
             f"{float(parts.ratio):.2f}x the baseline = {float(parts.memory_factor):.3f}x memory * "
             f"{float(parts.dcp_factor):.3f}x DCP; ratios: equal memory"
@@ -99,7 +90,7 @@ def draw_capacity(axes: Axes, plan: Plan) -> None:
     size = 9 if len(bars) <= 7 else 6
     axes.set_xticks(range(len(bars)), names, fontsize=size)
     for place, (count, note) in enumerate(zip(tokens, notes, strict=True)):
-        axes.text(place, count, f"{amount(count)}\n{note}", ha="center", va="bottom", fontsize=size, color=_INK)
+        axes.text(place, count, f"{amount(count)}\n{note}", ha="center", va="bottom", fontsize=size, color=INK)
     axes.set_ylim(0, max(*tokens, 1) * 1.14)
     axes.yaxis.set_major_formatter(lambda tick, _: amount(tick))
 
@@ -118,16 +109,16 @@ def draw_requests(axes: Axes, plan: Plan) -> None:
     lengths = sorted({round(shortest * (longest / shortest) ** (i / _LENGTHS)) for i in range(_LENGTHS + 1)})
     for capacity in plan.by_dcp:
         is_asked = capacity.dcp == asked.dcp
-        color = _OURS if is_asked else _FAINT
+        color = OURS if is_asked else FAINT
         axes.plot(lengths, [_fit(capacity, n) for n in lengths], color=color, linewidth=2.4 if is_asked else 1.2,
                   drawstyle="steps-post")  # fmt: skip
         text = f" DCP {capacity.dcp}: {capacity.concurrency:,.2f}"
-        axes.text(longest, capacity.concurrency, text, color=_OURS if is_asked else _INK, fontsize=9, va="center")
+        axes.text(longest, capacity.concurrency, text, color=OURS if is_asked else INK, fontsize=9, va="center")
     axes.set_xscale("log")
     if asked.num_blocks:
         axes.set_yscale("log")
     axes.set_xlim(shortest, longest * max(1.3, (longest / shortest) ** 0.27))
-    axes.set_xlabel("tokens of a request", fontsize=9, color=_INK)
+    axes.set_xlabel("tokens of a request", fontsize=9, color=INK)
     axes.xaxis.set_major_formatter(lambda tick, _: amount(tick))
     axes.yaxis.set_major_formatter(lambda tick, _: f"{tick:,g}")
     axes.minorticks_off()

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from dcpkernels.cli import plan_step_time, plan_trace
 from dcpkernels.planner.cache_layout import BLOCK_ALIGNMENT, BLOCK_SIZE, MLA_BLOCK_SIZE
 from dcpkernels.planner.memory import CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS
 from dcpkernels.planner.models import KV_DTYPES, MODELS, STATE_DTYPES
@@ -31,6 +32,8 @@ def add(commands: argparse._SubParsersAction, run: Callable[[argparse.Namespace]
     _add_parallel(plan.add_argument_group("how it is served"))
     _add_memory(plan.add_argument_group("memory of each GPU: one of four ways to say it"))
     _add_budget(plan.add_argument_group("what --hbm-gib is shared with"))
+    plan_step_time.add_options(plan.add_argument_group("where DCP is faster"))
+    plan_trace.add_options(plan.add_argument_group("a real mix of requests"))
     _add_output(plan.add_argument_group("output"))
 
 
@@ -101,7 +104,8 @@ def _add_budget(group: argparse._ArgumentGroup) -> None:
         "--max-num-seqs",
         type=int,
         metavar="N",
-        help=f"sequences of a decode batch, for our workspace (default {DEFAULT_MAX_NUM_SEQS})",
+        help=f"sequences of a decode batch, for our workspace (default {DEFAULT_MAX_NUM_SEQS}); of --trace too, which has "
+        "no limit by default",
     )
     add("--num-lanes", type=int, metavar="N", help="micro-batches at the same time, for our workspace (default 1)")
     add("--chunk-tokens", type=int, metavar="N",

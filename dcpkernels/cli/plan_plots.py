@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from dcpkernels.cli.chart import INK, OTHER, OURS, heading, plain_frame
 from dcpkernels.planner.replay import Replay
 from dcpkernels.planner.step_time import PUBLISHED_CROSSINGS, StepTimeModel
 
-# Those of plot.py: ours, the other arm, ink, faint; and what is in neither zone.
-_OURS, _OTHER, _INK, _FAINT, _REST = "#0b7a75", "#c9762b", "#22303c", "#8a97a3", "#e4e7ea"
+_NEITHER = "#e4e7ea"  # zone
 # DCP sizes, from the other arm's colour to ours and beyond.
 _SIZES = ("#c9762b", "#93802f", "#4f8a4f", "#0b7a75", "#14597f", "#3b3a72")
 _EDGE = 200  # places along a zone's edge
@@ -36,18 +36,18 @@ def draw_tokens_in_use(
     colors = {dcp: _SIZES[min(i, len(_SIZES) - 1)] for i, dcp in enumerate(sizes)}
     any_play = replays[sizes[0]]
     load = "" if any_play.load == 1 else f", played {any_play.load:g} times as fast"
-    _heading(axes, "Tokens in use", f"{any_play.num_requests:,} requests{load}; lines: what the pool holds of this mix")
+    heading(axes, "Tokens in use", f"{any_play.num_requests:,} requests{load}; lines: what the pool holds of this mix")
     minutes = max(play.end_s for play in replays.values()) > 600
     together: dict[tuple, list[int]] = {}
     for dcp in sizes:
         together.setdefault((replays[dcp].series.seconds, replays[dcp].series.tokens), []).append(dcp)
     for (seconds, tokens), same in together.items():
-        color = _INK if len(same) > 1 else colors[same[0]]
+        color = INK if len(same) > 1 else colors[same[0]]
         times = [second / (60 if minutes else 1) for second in seconds]
         axes.plot(times, tokens, color=color, linewidth=1.1, drawstyle="steps-pre", zorder=3)
         if 1 < len(same) < len(sizes):
             axes.text(0.5, 0.03, f"dark: DCP {', '.join(map(str, same))} alike", transform=axes.transAxes, fontsize=9,
-                      color=_INK, ha="center")  # fmt: skip
+                      color=INK, ha="center")  # fmt: skip
     top = max([*capacities.values(), *(play.peak_tokens for play in replays.values())])
     axes.set_ylim(0, top * 1.12)
     axes.set_xlim(0, max(play.end_s for play in replays.values()) / (60 if minutes else 1))
@@ -60,8 +60,8 @@ def draw_tokens_in_use(
         if text := ", ".join(f"{count:,} {what}" for what, count in counts.items() if count):
             axes.annotate(text, (1, place), xytext=(4, -13), fontsize=8.5, va="center", annotation_clip=False, **label)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-    axes.set_xlabel("minutes" if minutes else "seconds", fontsize=9, color=_INK)
-    _quiet(axes)
+    axes.set_xlabel("minutes" if minutes else "seconds", fontsize=9, color=INK)
+    plain_frame(axes)
 
 
 def draw_break_even(
@@ -84,7 +84,7 @@ def draw_break_even(
         with_published: show where others have seen DCP overtake (`PUBLISHED_CROSSINGS`: another machine
             and model, a group of 8). Nothing for other sizes.
     """
-    _heading(
+    heading(
         axes, f"Where DCP {dcp} breaks even", f"{model.hardware.name}, TP {model.tp}; one layer's attention section"
     )
     places = [tokens[0] * (tokens[1] / tokens[0]) ** (i / _EDGE) for i in range(_EDGE + 1)]
@@ -97,16 +97,16 @@ def draw_break_even(
     axes.set_ylim(tokens[0] * 0.8, tokens[1])  # so that one token is not on the axis
     # Down to the axis.
     counts, lows, highs = [0.8 * counts[0], *counts], [lows[0], *lows], [highs[0], *highs]
-    axes.fill_betweenx(counts, contexts[0], lows, color=_OTHER, alpha=0.28, linewidth=0)
-    axes.fill_betweenx(counts, lows, highs, color=_REST, linewidth=0)
-    axes.fill_betweenx(counts, highs, max(contexts[1], *highs), color=_OURS, alpha=0.28, linewidth=0)
-    axes.plot(lows, counts, color=_OTHER, linewidth=1.6)
-    axes.plot(highs, counts, color=_OURS, linewidth=1.6)
+    axes.fill_betweenx(counts, contexts[0], lows, color=OTHER, alpha=0.28, linewidth=0)
+    axes.fill_betweenx(counts, lows, highs, color=_NEITHER, linewidth=0)
+    axes.fill_betweenx(counts, highs, max(contexts[1], *highs), color=OURS, alpha=0.28, linewidth=0)
+    axes.plot(lows, counts, color=OTHER, linewidth=1.6)
+    axes.plot(highs, counts, color=OURS, linewidth=1.6)
     # Labels where the zones are wide and nothing is marked: TP low and to the left, DCP high and to the right.
     for text, color, left, right, height in (
-        ("TP wins", _OTHER, [contexts[0]] * len(counts), lows, 0.25),
-        ("too close\nto call", _INK, lows, highs, 0.66),
-        (f"DCP {dcp} wins", _OURS, highs, [contexts[1]] * len(counts), 0.85),
+        ("TP wins", OTHER, [contexts[0]] * len(counts), lows, 0.25),
+        ("too close\nto call", INK, lows, highs, 0.66),
+        (f"DCP {dcp} wins", OURS, highs, [contexts[1]] * len(counts), 0.85),
     ):
         count = tokens[0] * (tokens[1] / tokens[0]) ** height
         i = min(range(len(counts)), key=lambda place: abs(counts[place] - count))
@@ -119,8 +119,8 @@ def draw_break_even(
         _draw_published(axes, contexts, tokens)
     for context, count, text in marks:
         if contexts[0] <= context <= contexts[1] and tokens[0] <= count <= tokens[1]:
-            axes.plot([context], [count], marker="o", markersize=7, color=_INK, markeredgecolor="white", clip_on=False)
-            axes.annotate(text, (context, count), xytext=(7, 5), textcoords="offset points", fontsize=9, color=_INK)
+            axes.plot([context], [count], marker="o", markersize=7, color=INK, markeredgecolor="white", clip_on=False)
+            axes.annotate(text, (context, count), xytext=(7, 5), textcoords="offset points", fontsize=9, color=INK)
     axes.xaxis.set_major_locator(FixedLocator(_powers(*contexts, step=4)))
     axes.yaxis.set_major_locator(FixedLocator(_powers(*tokens, step=2)))
     for axis in (axes.xaxis, axes.yaxis):
@@ -129,9 +129,9 @@ def draw_break_even(
         FuncFormatter(lambda value, _: f"{value / 2**20:g}M" if value >= 2**20 else f"{value / 1024:g}k")
     )
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_xlabel("tokens of context", fontsize=9, color=_INK)
-    axes.set_ylabel("tokens of a step", fontsize=9, color=_INK)
-    _quiet(axes)
+    axes.set_xlabel("tokens of context", fontsize=9, color=INK)
+    axes.set_ylabel("tokens of a step", fontsize=9, color=INK)
+    plain_frame(axes)
 
 
 def _draw_published(axes: Axes, contexts: tuple[int, int], tokens: tuple[int, int]) -> None:
@@ -141,22 +141,11 @@ def _draw_published(axes: Axes, contexts: tuple[int, int], tokens: tuple[int, in
         if contexts[0] <= context <= contexts[1] and tokens[0] <= above <= tokens[1]
     ]
     for context, below, above in inside:
-        axes.plot([context] * 2, [below, above], color=_INK, linewidth=5, solid_capstyle="round")
+        axes.plot([context] * 2, [below, above], color=INK, linewidth=5, solid_capstyle="round")
     if inside:
         context, below, _ = inside[0]
-        axes.annotate("seen to overtake\nhere (SGLang)", (context, below), xytext=(0, -50), fontsize=8.5, color=_INK,
+        axes.annotate("seen to overtake\nhere (SGLang)", (context, below), xytext=(0, -50), fontsize=8.5, color=INK,
                       textcoords="offset points", va="center", ha="center")  # fmt: skip
-
-
-def _heading(axes: Axes, text: str, detail: str) -> None:
-    axes.text(0, 1.10, text, transform=axes.transAxes, fontsize=11.5, weight="bold", color=_INK, va="bottom")
-    axes.text(0, 1.035, detail, transform=axes.transAxes, fontsize=9, color=_FAINT, va="bottom")
-
-
-def _quiet(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_FAINT)
-    axes.tick_params(colors=_INK, labelsize=9, color=_FAINT)
 
 
 def _apart(values: Sequence[float], distance: float) -> list[float]:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dcpkernels.cli import chart
-from dcpkernels.cli.chart import FAINT, INK, LIMIT, OTHER, OURS, REST
+from dcpkernels.cli.chart import FAINT, INK, LIMIT, OTHER, OURS, REST, heading
 
 _MIB = 2**20
 
@@ -48,15 +48,10 @@ def _titles(figure: Figure, report: Mapping[str, Any]) -> None:
     figure.text(0.02, 0.89, about, fontsize=9, color=FAINT, va="center")
 
 
-def _heading(axes: Axes, text: str, detail: str) -> None:
-    axes.text(0, 1.10, text, transform=axes.transAxes, fontsize=11.5, weight="bold", color=INK, va="bottom")
-    axes.text(0, 1.035, detail, transform=axes.transAxes, fontsize=9, color=FAINT, va="bottom")
-
-
 def _draw_cache(axes: Axes, report: Mapping[str, Any]) -> None:
     sizes = {arm: num_bytes / _MIB for arm, num_bytes in report["kv_bytes_per_rank"].items()}
     most, least = sizes.values()
-    _heading(axes, "KV cache a rank holds", f"MiB of this layer; {most / least:.2f}x less")
+    heading(axes, "KV cache a rank holds", f"MiB of this layer; {most / least:.2f}x less")
     axes.bar(list(sizes), list(sizes.values()), color=[OTHER, OURS], width=0.6)
     for place, size in enumerate(sizes.values()):
         axes.text(place, size, f"{size:,.1f}", ha="center", va="bottom", fontsize=9.5, weight="bold", color=INK)
@@ -65,7 +60,7 @@ def _draw_cache(axes: Axes, report: Mapping[str, Any]) -> None:
 
 def _draw_latency(axes: Axes, report: Mapping[str, Any], times_us: Mapping[str, Sequence[float]]) -> None:
     arms = list(report["step_us"])
-    _heading(
+    heading(
         axes,
         "One decode step",
         f"ms, slowest rank; speed-up of the attention section {report['ratio']:.2f}x, of all {report['step_ratio']:.2f}x",
@@ -89,7 +84,7 @@ def _draw_latency(axes: Axes, report: Mapping[str, Any], times_us: Mapping[str, 
 
 def _draw_error(axes: Axes, report: Mapping[str, Any]) -> None:
     errors, lengths = report["row_err_over_bound"], report["sequence_lengths"]
-    _heading(axes, "Output of the one against the other", "largest difference of each row / its bound")
+    heading(axes, "Output of the one against the other", "largest difference of each row / its bound")
     shown = [min(error, 1e6) for error in errors]  # a NaN in the output counts as infinite
     colors = [OURS if error <= 1 else LIMIT for error in errors]
     rows = range(len(shown))
