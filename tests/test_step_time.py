@@ -90,6 +90,12 @@ def test_what_is_sure() -> None:
     assert B300.best_dcp(1, 120_000).text() == "1, 2, 4, 8: too close to call"
 
 
+def test_what_docs_say() -> None:
+    assert B300.break_even(64, 8).text() == "3,300-28,000"
+    assert B300.compare(1, 120_400, 8).saving_us.text() == "-55 to 180"
+    assert 178.5 < B300.compare(2, 120_400, 8).saving_us.high < 179.5  # published: 182
+
+
 # -- ranges: no point between the corners gives more
 
 
@@ -234,11 +240,7 @@ def test_bytes_of_packets(packet_bytes: int, stored: int) -> None:
 
 def test_few_rows_speak_for_packets_and_many_for_bulk() -> None:
     wires = [advise(B300, "a2a_lse_reduce", count, 8).wire for count in (1, 8, 64, 400, 4000)]
-    assert (
-        wires[0] == wires[1] == "packet"
-        and wires[-1] == "bulk"
-        and wires == sorted(wires, key=["packet", TOO_CLOSE, "bulk"].index)
-    )
+    assert wires == ["packet", "packet", "packet", TOO_CLOSE, "bulk"]
     of_eight = StepTimeModel(replace(preset("b300"), packet_bytes=8), tp=8, **KIMI_K3)
     gain = advise(of_eight, "a2a_lse_reduce", 20, 8).gain_us
     assert gain.low == pytest.approx(2.4 - 20 * 7 * 12_336 / (0.4 * 900e9) * 1e6)
@@ -259,7 +261,7 @@ def test_what_auto_does_is_said() -> None:
 @pytest.mark.parametrize(
     ("low", "high", "text"),
     [
-        (14.2, 215, "14-220"), (13.9, 13.9, "14"), (5, 27, "5-27"), (-54.3, 178, "-55 to 180"), 
+        (14.2, 215, "14-220"), (0.3 / 0.1, 7, "3-7"), (13.9, 13.9, "14"), (5, 27, "5-27"), (-54.3, 178, "-55 to 180"), 
         (0.149, 0.151, "0.14-0.16"),
         (0, 9.96, "0-10"), (9801, 96_001, "9,800-97,000"), (0.3, 0.3, "0.3"), (1.2e6, 1.21e6, "1,200,000-1,300,000"),
         (-3.21, -3.19, "-3.3 to -3.1"), (0, 0, "0"), (20, 20.0, "20"), (99.9, 100.1, "99-110"), 

@@ -107,6 +107,7 @@ HEADER = "timestamp,input_length,output_length\n"
         (HEADER + "0,1," + "9" * 5000 + "\n", "line 2: the output length must be a whole number"),
         (HEADER + "0,1\n", "line 2: a line must have at least 3 columns (got 2)"),
         (HEADER + "0,1,1\nx,1,1\n", "line 3: the time must be a number in 0 .. 1e+13 (got x)"),
+        ("\n\n" + HEADER + "\n0,0,1\n", "line 5: the input length"),
         (HEADER + '0,1,"1', "a line must be CSV"),
     ],
 )
@@ -126,11 +127,11 @@ def test_a_file_that_is_none(tmp_path) -> None:
 # -- playing: against a walk over all milliseconds
 
 
-def walk(requests, pool: Pool, prefill_ms_per_token: int, tpot_ms: int):
-    """{peaks and waits}, and [(tokens, blocks)] of every millisecond."""
+def walk(requests, pool: Pool, prefill_ms_per_token: int, tpot_ms: int, tick_s: float = MS):
+    """{peaks and waits}, and [(tokens, blocks)] of every millisecond, or of every other tick."""
     whole = {id(r): blocks_by_hand(r.input_tokens + r.output_tokens, pool) for r in requests}
     queue = [r for r in requests if whole[id(r)] <= pool.num_blocks]
-    arrivals = {id(r): round(r.arrival_s * 1000) for r in queue}
+    arrivals = {id(r): round(r.arrival_s / tick_s) for r in queue}
     running, waits, held = [], [], []
     peak_reserved = peak_requests = now = 0
     while queue or running:
@@ -152,13 +153,13 @@ def walk(requests, pool: Pool, prefill_ms_per_token: int, tpot_ms: int):
     waits.sort()
     return {
         "num_waited": len([wait for wait in waits if wait]),
-        "longest_wait_s": pytest.approx(max(waits, default=0) * MS),
-        "p99_wait_s": pytest.approx(waits[math.ceil(0.99 * len(waits)) - 1] * MS if waits else 0.0),
+        "longest_wait_s": pytest.approx(max(waits, default=0) * tick_s),
+        "p99_wait_s": pytest.approx(waits[math.ceil(0.99 * len(waits)) - 1] * tick_s if waits else 0.0),
         "peak_tokens": max((tokens for tokens, _ in held), default=0),
         "peak_blocks": max((blocks for _, blocks in held), default=0),
         "peak_reserved_blocks": peak_reserved,
         "peak_requests": peak_requests,
-        "end_s": pytest.approx((now - 1 if held else 0) * MS),
+        "end_s": pytest.approx((now - 1 if held else 0) * tick_s),
     }, held
 
 
@@ -211,6 +212,17 @@ def test_against_the_walk(seeds) -> None:
             assert sample == [max(kind) for kind in zip(*touched, strict=True)], seed
             begin_ns = end_ns
         assert found.peak_tokens == max(series.tokens, default=0)
+
+
+def test_against_the_walk_in_nanoseconds() -> None:
+    """The unit in which time is counted: what is one nanosecond too early shows."""
+    for seed in range(40):
+        requests, pool, prefill_ns, tpot_ns = random_case(seed)
+        requests = [Request(r.arrival_s * 1e-6, r.input_tokens, r.output_tokens) for r in requests]
+        _, held = walk(requests, pool, prefill_ns, tpot_ns, tick_s=1e-9)
+        rates = {"prefill_tokens_per_s": 1e9 / prefill_ns, "tpot_s": tpot_ns * 1e-9}
+        series = replay(requests, **pool.__dict__, **rates, num_samples=10_000).series
+        assert list(zip(series.tokens, series.blocks, strict=True)) == held[:-1], seed
 
 
 def test_the_walk_meets_what_it_should() -> None:
