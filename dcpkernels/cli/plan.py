@@ -96,7 +96,6 @@ def perform(args: argparse.Namespace) -> Plan:
             interleave=args.interleave,
         )
 
-    layout_of(args.dcp)  # says what is wrong with it, where a list of sizes would lack it
     layouts = [layout_of(dcp) for dcp in model.dcp_sizes(args.tp)]
     budget_of = _budget_of(args, model)
     budgets = [budget_of(layout) for layout in layouts] if budget_of else []

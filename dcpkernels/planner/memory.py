@@ -51,8 +51,8 @@ def workspace_region(
     Args:
         max_num_seqs, draft_tokens: rows of a decode batch are max_num_seqs * (1 + draft_tokens).
         num_lanes: micro-batches that run at the same time.
-        chunk_tokens: tokens of a gathered chunk of prefill context, rounded up to whole blocks of all ranks together
-            (vLLM's 65,536 become 66,048 with blocks of 1,536); 0 = the engine does not gather KV.
+        chunk_tokens: tokens of a gathered chunk of prefill context, rounded up to whole blocks and whole turns of the
+            interleave, as in vLLM (65,536 become 66,048 with blocks of 1,536); 0 = the engine does not gather KV.
 
     Raises:
         DcpInvalidArgument: a count is out of range, or the model's number of heads is not known.

@@ -81,7 +81,7 @@ class ModelSpec:
         MLA has one KV head, so that every rank of TP would hold a copy of every token: DCP may use them all. In GQA,
         TP shards the KV heads first, and only the ranks that would hold copies of the same head can share its tokens:
         tp / num_kv_heads of them (vLLM, vllm/config/model.py, verify_with_parallel_config). dcp has to divide that, or
-        a group of consecutive ranks would reach into another head's.
+        a group of consecutive ranks would reach into another head's. (It then also divides the query heads of a KV head.)
 
         Raises DcpInvalidArgument with the rule that is broken.
         """
