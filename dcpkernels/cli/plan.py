@@ -32,8 +32,9 @@ _DIMS = {"mla": ("kv_lora_rank", "qk_rope_head_dim"), "gqa": ("num_kv_heads", "h
 
 @dataclass(frozen=True)
 class Plan:
-    """`as_printed`: the asked capacity for the least and the most memory that is printed as --available-gib. `by_dcp` has all sizes of DCP groups, ascending, and `asked` is one of them. `budgets` are in the same order, none
-    where the memory of the cache was given. `decomposition` is None where the baseline has no block."""
+    """`by_dcp` has all sizes of DCP groups, ascending, and `asked` is one of them. `as_printed`: the asked capacity for the
+    least and the most memory that is printed as --available-gib. `budgets` are in the order of `by_dcp`, none where the
+    memory of the cache was given. `decomposition` is None where the baseline has no block."""
 
     model: ModelSpec
     inputs: dict[str, Any]
@@ -103,7 +104,7 @@ def perform(args: argparse.Namespace) -> Plan:
     by_dcp = [Capacity(layout, max_model_len, num_bytes) for layout, num_bytes in zip(layouts, available, strict=True)]
     baseline = _of_size(by_dcp, args.baseline_dcp, layout_of)
     if args.baseline_gib is not None:
-        baseline = replace(baseline, available_bytes=gib(args.baseline_gib, "--baseline-gib", above_zero=True))
+        baseline = replace(baseline, available_bytes=_as_printed(args.baseline_gib, "--baseline-gib"))
     asked = _of_size(by_dcp, args.dcp, layout_of)
     ends = (asked.available_bytes,) * 2 if args.available_gib is None else gib_as_printed(args.available_gib)
     inputs = {name: value for name, value in vars(args).items() if name not in ("run", "json", "plot")}
@@ -154,7 +155,13 @@ def _available(args: argparse.Namespace, layout: CacheLayout) -> int:
         return whole("--num-blocks", args.num_blocks, 1) * layout.block_bytes
     if args.available_bytes is not None:
         return args.available_bytes
-    return gib(args.available_gib, "--available-gib", above_zero=True)
+    return _as_printed(args.available_gib, "--available-gib")
+
+
+def _as_printed(text: str, option: str) -> int:
+    """The most that is printed so: then the blocks are those of the log, or one more, and never fewer."""
+    gib(text, option, above_zero=True)
+    return gib_as_printed(text)[1]
 
 
 def _budget_of(args: argparse.Namespace, model: ModelSpec) -> Callable[[CacheLayout], MemoryBudget] | None:

@@ -79,7 +79,7 @@ def _add_parallel(group: argparse._ArgumentGroup) -> None:
 def _add_memory(group: argparse._ArgumentGroup) -> None:
     one_of = group.add_mutually_exclusive_group(required=True)
     one_of.add_argument("--available-gib", metavar="GIB",
-                        help='for the KV cache (vLLM: "Available KV cache memory")')  # fmt: skip
+                        help='for the KV cache (vLLM: "Available KV cache memory"); with two decimals, the most that is printed so')  # fmt: skip
     one_of.add_argument("--available-bytes", type=int, metavar="N", help="the same in bytes")
     one_of.add_argument("--num-blocks", type=int, metavar="N", help="blocks, in place of memory")
     one_of.add_argument("--hbm-gib", metavar="GIB", help="the GPU's own memory; the next part says what is taken off")

@@ -17,7 +17,7 @@ _MIB = 2**20
 def report_of(plan: Plan) -> dict[str, Any]:
     """The numbers of the size that was asked for, and of all sizes in `by_dcp`; see Capacity.to_dict. `ratio` is of tokens
     in the same memory, blocks per request against those of DCP 1. `blocks_as_printed`: the fewest and the most, when
-    --available-gib is a number rounded to two decimals."""
+    --available-gib is a number rounded to two decimals; the numbers are of the most."""
     unsharded = plan.by_dcp[0].blocks_per_request
     rows = [c.to_dict() | {"ratio": unsharded / c.blocks_per_request} for c in plan.by_dcp]
     for row, budget in zip(rows, plan.budgets, strict=bool(plan.budgets)):
@@ -119,7 +119,8 @@ def _notes(plan: Plan) -> Iterator[str]:
     if least.num_blocks != most.num_blocks:
         yield (
             f"{plan.inputs['available_gib']} GiB, if rounded, is {least.num_blocks:,} to {most.num_blocks:,} blocks: "
-            f"{least.tokens:,} to {most.tokens:,} tokens."
+            f"{least.tokens:,} to {most.tokens:,} tokens. "
+            "The most is taken above."
         )
     if not layout.state_layers:
         return
