@@ -4,7 +4,8 @@
     pytest bench/bench_a2a_lse_reduce.py --benchmark-compare
 
 The times are those of `dcpkernels bench`, taken inside the rank processes, the slowest rank's of each call. Ours and
-the baseline's come from one run, in which they took turns.
+the baselines' come from one run, in which they took turns. The cases are those of the command, too: an op's class in
+`dcpkernels.cli` says by its defaults of which sizes; here each of them with 2 and with 8 ranks.
 """
 
 from __future__ import annotations
@@ -14,10 +15,31 @@ from collections.abc import Sequence
 
 import pytest
 
+from dcpkernels.cli import baselines
 from dcpkernels.cli.bench import check, measure_row
-from dcpkernels.cli.bench_op import BenchOp
+from dcpkernels.cli.bench_op import OURS, BenchOp
+from dcpkernels.errors import DcpUnsupported
 
-CANDIDATES = ["dcpkernels", "gloo"]
+RANKS = (2, 8)
+_MAX_ITERS = 100  # all suites together are to take minutes
+
+
+def peers() -> tuple[str, ...]:
+    """Baselines that this machine has."""
+    try:
+        baselines.require(["openmpi"])
+    except DcpUnsupported:
+        return ("gloo",)
+    return ("gloo", "openmpi")
+
+
+CANDIDATES = (OURS, *peers())
+
+
+def op_of(kind: type[BenchOp], num_ranks: int, size: int) -> BenchOp:
+    """A case of the suites, with all that is not said here as `dcpkernels bench` has it."""
+    options = {kind.SIZES: (size,), "iters": min(kind.iters, _MAX_ITERS)}
+    return kind(ranks=(num_ranks,), baselines=CANDIDATES[1:], **options)
 
 
 class ReplayClock:

@@ -127,8 +127,10 @@ def test_without_a_peer_the_ratio_is_judged_and_the_floor_tells_the_noise() -> N
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ({}, {"skew_us": 0.0, "timed_from": "own entry", "mode": "eager", "packet_bytes": 8, "zero_copy": False}),
+        ({}, {"skew_us": 0.0, "timed_from": "own entry", "mode": "eager", "zero_copy": False}),
         ({}, {"skew_us": 0}),
+        ({"wire": "packet"}, {"wire": "packet", "packet_bytes": 8}),
+        ({"wire": "bulk", "packet_bytes": None}, {"wire": "bulk"}),
         ({"op": "a2a_lse_reduce"}, {"op": "a2a_lse_reduce", "wire": "auto", "zero_copy": False}),
         ({}, {"comment": "tried again"}),
         ({}, {"shape": [[1, 2], [3]]}),

@@ -49,8 +49,6 @@ _KV_EPILOG = (
     "to equal length, and one copy of the transposed view [runs, W, interleave, dim], which is sequence order: the "
     f"fastest of four ways. {_BARE}  {_WRONG_BYTES}"
 )
-
-
 _COMPARE_EPILOG = (
     "--compare: rows are of the same case when all that says what was measured is equal; what an older file does not say "
     "has today's default. ratio: new / old median of the op. peer: the baseline in both that scatters least; where the machine "

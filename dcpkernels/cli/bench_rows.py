@@ -27,7 +27,7 @@ CIRCUMSTANCES = frozenset({"machine", "isa", "num_iters", "warmup_turns", "seed"
 DEFAULTS: Row = {
     "device": "cpu",
     "wire": "auto",
-    "packet_bytes": 8,
+    "packet_bytes": None,
     "zero_copy": False,
     "skew_us": 0.0,
     "mode": "eager",
@@ -51,6 +51,8 @@ def parameters(rows: Iterable[Row]) -> list[str]:
 
 def value_of(row: Row, key: str) -> Any:
     """Of a parameter, such that it can be compared and looked up."""
+    if key == "packet_bytes" and key not in row and row.get("wire") == "packet":
+        return 8
     return _frozen(row.get(key, DEFAULTS.get(key)))
 
 
