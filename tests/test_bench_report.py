@@ -300,3 +300,27 @@ def test_what_is_a_parameter_of_a_row() -> None:
 )  # fmt: skip
 def test_parameters_in_words(key: str, value: Any, text: str) -> None:
     assert bench_rows.in_words(key, value) == text
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        ["a2a_lse_reduce", "--heads", "4", "--head-dim", "64", "--tokens", "2"],
+        ["query_gather", "--heads", "4", "--head-dim", "16", "--tokens", "2"],
+        ["kv_gather", "--kv-dim", "16", "--rows", "9"],
+    ],
+    ids=lambda op: op[0],
+)
+def test_a_real_row(op: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of its keys are described, it is of its own case, and it can be drawn."""
+    json_path, plot = tmp_path / "rows.json", tmp_path / "plot"
+    assert main(["bench", *op, "--iters", "2", "--warmup", "1", "--turn", "1", "--json", str(json_path), "--plot", str(plot)]) == 0  # fmt: skip
+    (row,) = json.loads(json_path.read_text())
+    page = (Path(__file__).parents[1] / "docs/benchmarking.md").read_text()
+    table = page[page.index("## What a row has") :].split("\n## ")[0]
+    described = {key for line in table.splitlines() if line.startswith("|") for key in re.findall(r"`(\w+)`", line.split("|")[1])}  # fmt: skip
+    assert set(row) <= described
+    measured = {"entry_spread_us", "host_us"} | bench_rows.RESULTS | bench_rows.CIRCUMSTANCES
+    assert set(row) - set(bench_rows.parameters([row])) <= measured
+    assert main(["bench", "--compare", str(json_path), str(json_path)]) == 0
+    assert "1.00" in capsys.readouterr().out and plot.read_bytes().startswith(b"\x89PNG")
