@@ -28,6 +28,7 @@ FILES = {
     "/proc/self/limits": "Max locked memory         unlimited            unlimited            bytes\n"
     "Max open files            20000                20000                files\n",
 }
+NODE = {"/dev/kfd": "", "/dev/nvidia0": ""}  # of devices, of either vendor
 
 
 class Lost(str):

@@ -10,8 +10,7 @@ from dcpkernels.cli.doctor.targets import any_device
 
 _PID_NS_OF_THE_HOST = "pid:[4026531836]"  # PROC_PID_INIT_INO, the same on every Linux
 _CAP_SYS_PTRACE = 19
-_NOT_NEEDED = "dcpkernels passes memory by descriptors over sockets and does not need it"
-_OTHERS = "PyTorch's symmetric memory (cuda_heap='torch') and some IPC handles do"
+_OTHERS = "PyTorch's symmetric memory (cuda_heap='torch') and some IPC handles"
 
 
 def _kind(facts: Facts) -> str:
@@ -54,10 +53,12 @@ def check_seccomp(facts: Facts) -> Finding:
 def check_ptrace(facts: Facts) -> Finding:
     scope = (facts.read("/proc/sys/kernel/yama/ptrace_scope") or "").strip()
     has_cap = bool(int(_status(facts, "CapEff") or "0", 16) >> _CAP_SYS_PTRACE & 1)
-    text = f"ptrace_scope {scope or '0 (no Yama)'}, {'with' if has_cap else 'without'} CAP_SYS_PTRACE; {_NOT_NEEDED}"
+    text = f"ptrace_scope {scope or '0 (no Yama)'}, {'with' if has_cap else 'without'} CAP_SYS_PTRACE; dcpkernels does not need it"
     is_refused = scope == "3" or (scope in ("1", "2") and not has_cap)
     if is_refused and any_device(facts):
-        return warn(f"{text}, {_OTHERS}", "where those fail: kernel.yama.ptrace_scope=0, or --cap-add=SYS_PTRACE")
+        return warn(
+            f"{text}, but {_OTHERS} may", "where those fail: kernel.yama.ptrace_scope=0, or --cap-add=SYS_PTRACE"
+        )
     return ok(text)
 
 
@@ -67,10 +68,11 @@ def check_pid_namespace(facts: Facts) -> Finding:
         return ok("not known")
     if namespace == _PID_NS_OF_THE_HOST:
         return ok("that of the host")
-    text = f"one of its own; {_NOT_NEEDED} to be common"
+    text = "one of its own; dcpkernels does not need a common one"
     if any_device(facts):
         return warn(
-            f"{text}, {_OTHERS}", "with ranks in several containers, where those fail: --pid=host, or one container"
+            f"{text}, but {_OTHERS} may",
+            "with ranks in several containers, where those fail: --pid=host, or one container",
         )
     return ok(text)
 
