@@ -13,7 +13,7 @@ import pytest
 
 from dcpkernels import env
 from dcpkernels.cli import main
-from dcpkernels.cli.doctor import build, render, run, torch_match
+from dcpkernels.cli.doctor import build, render, run
 from dcpkernels.cli.doctor.check import FAIL, OK, WARN, Check, Result, Section, ok, results, split_advice
 from dcpkernels.cli.doctor.targets import states
 from tests.doctor_facts import NODE, Lost, finding, machine
@@ -114,7 +114,7 @@ def test_every_check_is_in_the_manual_and_no_other():
 
 def test_versions_are_those_that_the_package_asks_for():
     text = (ROOT / "pyproject.toml").read_text()
-    assert f'torch>={".".join(map(str, torch_match.MIN_TORCH))}"' in text
+    assert f'torch>={".".join(map(str, build.MIN_TORCH))}"' in text
 
 
 # -- what is built
@@ -194,6 +194,8 @@ def test_torch_that_cannot_be_imported(tmp_path):
     found = finding("torch", facts)
     assert found.status == FAIL and "undefined symbol" in found.text and "pip install torch" in found.fix
     assert finding("torch build", facts) is None
+    assert states(facts)["cpu"] == (False, "built, but this torch will not do (see 'torch')")
+    assert states(facts)["cuda"] == (False, "built, no driver here") and finding("targets", facts).status == FAIL
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is built and what of it runs: the compiled modules, the CPU kernel variant, versions."""
+"""What is built and what of it runs: the compiled modules, the CPU kernel variant, torch, versions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dcpkernels.cli.doctor.check import Check, Facts, Finding, Section, fail, ok
 from dcpkernels.cli.doctor.probe import gather
 from dcpkernels.errors import DcpError, DcpInvalidArgument
 
+MIN_TORCH = (2, 9)  # as in pyproject.toml
 REBUILD = "build: `make build`, or install dcpkernels again"
 
 
@@ -86,6 +87,18 @@ def check_cpu(facts: Facts) -> Finding:
     return ok(f"{name}, {num_cpus_text(facts)}; kernel variant {isa} of {', '.join(runnable)}")
 
 
+def check_torch(facts: Facts) -> Finding:
+    section = facts.section("torch")
+    if why := section.error("version"):
+        return fail(f"must be importable ({why})", "install torch 2.9 or later: pip install torch")
+    version = section.get("version")
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and tuple(map(int, numbers.groups())) < MIN_TORCH:
+        least = ".".join(map(str, MIN_TORCH))
+        return fail(f"must be of version {least} or later (got {version})", f"pip install 'torch>={least}'")
+    return ok(version)
+
+
 def num_cpus_text(facts: Facts) -> str:
     return f"{facts.num_cpus} CPU{'s' if facts.num_cpus != 1 else ''}"
 
@@ -112,4 +125,5 @@ def checks(targets: tuple[str, ...]) -> list[Check]:
         *(Check(f"{target} module", partial(check_module, target)) for target in targets),
         Check("cpu", check_cpu),
         Check("variables", check_variables),
+        Check("torch", check_torch),
     ]

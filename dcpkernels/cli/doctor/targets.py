@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dcpkernels.cli.doctor import cuda, hip, torch_facts
-from dcpkernels.cli.doctor.build import isa_of, module_facts, num_cpus_text
-from dcpkernels.cli.doctor.check import Check, Facts, Finding, fail, ok
+from dcpkernels.cli.doctor.build import check_torch, isa_of, module_facts, num_cpus_text
+from dcpkernels.cli.doctor.check import FAIL, Check, Facts, Finding, fail, ok
 from dcpkernels.cli.doctor.gpu import Vendor
 
 VENDORS: tuple[Vendor, ...] = (cuda.CUDA, hip.HIP)
@@ -32,7 +32,13 @@ def states(facts: Facts) -> dict[str, tuple[bool, str]]:
     for vendor in VENDORS:
         why_not, count = vendor.why_not_ready(facts), vendor.num_devices(facts)
         found[vendor.target] = not why_not, why_not or f"ready ({count} device{'s' if count != 1 else ''})"
+    if check_torch(facts).status == FAIL:
+        found = {target: _without_torch(*state) for target, state in found.items()}
     return found
+
+
+def _without_torch(is_ready: bool, text: str) -> tuple[bool, str]:
+    return False, "built, but this torch will not do (see 'torch')" if is_ready else text
 
 
 def _cpu(facts: Facts) -> tuple[bool, str]:
@@ -51,7 +57,7 @@ def check_targets(facts: Facts) -> Finding:
     found = states(facts)
     usable = [target for target, (is_ready, _) in found.items() if is_ready]
     if not usable:
-        return fail("no target can be used", "see the lines of the targets; build: `make build`")
+        return fail("no target can be used", "see the sentences at the top, and the lines that they name")
     return ok(f"usable: {', '.join(usable)}")
 
 

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import re
 
-from dcpkernels.cli.doctor.check import Check, Facts, Finding, Section, fail, ok, warn
+from dcpkernels.cli.doctor.check import Check, Facts, Finding, Section, ok, warn
 from dcpkernels.cli.doctor.gpu import Vendor
 from dcpkernels.cli.doctor.targets import VENDORS, any_device
 
-MIN_TORCH = (2, 9)  # as in pyproject.toml
 _INSTALL = "install the build of torch for it: https://pytorch.org/get-started/locally"
 _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*True", re.IGNORECASE)
-
-
-def check_torch(facts: Facts) -> Finding:
-    section = facts.section("torch")
-    if why := section.error("version"):
-        return fail(f"must be importable ({why})", "install torch 2.9 or later: pip install torch")
-    version = section.get("version")
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers and tuple(map(int, numbers.groups())) < MIN_TORCH:
-        least = ".".join(map(str, MIN_TORCH))
-        return fail(f"must be of version {least} or later (got {version})", f"pip install 'torch>={least}'")
-    return ok(version)
 
 
 def _vendor(section: Section) -> Vendor | None:
@@ -74,7 +61,6 @@ def check_allocator(facts: Facts) -> Finding:
 
 
 CHECKS = [
-    Check("torch", check_torch),
     Check("torch build", check_build),
     Check("allocator", check_allocator),
 ]
