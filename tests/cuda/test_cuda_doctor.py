@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,8 +74,9 @@ def section(driver: Driver, nvml=None, usable=lambda device: "") -> Section:
         return nvml
 
     module = {name: {"value": fact} for name, fact in BARE["cuda"].items()}
+    files = len(os.listdir("/proc/self/fd"))
     found = module | cuda_facts.of_driver(lambda: driver, load_nvml, usable)
-    assert not any(driver.live().values())
+    assert not any(driver.live().values()) and len(os.listdir("/proc/self/fd")) == files
     return Section(found | {"python": {"value": "13.0.3"}})
 
 
