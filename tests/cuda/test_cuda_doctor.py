@@ -238,7 +238,7 @@ def test_imex(tmp_path, node, number, text):
     files = NODE | ({"/dev/nvidia-caps-imex-channels/channel0": ""} if node else {})
     found = finding("cuda imex", gpus(tmp_path, Driver(2, has_fabric=True, no_fabric=number), files=files))
     assert found.status == WARN and text in found.text and found.fix == advice(800, fabric=True)
-    assert ("with channel nodes" in found.text) == node and "one host needs none" in found.text
+    assert ("with channel nodes" in found.text) == node and "one host needs none" in found.text and "IMEX" in found.fix
     assert finding("cuda imex", gpus(tmp_path, Driver(2))) == ok("these devices have no handles for other hosts")
 
 
