@@ -9,6 +9,7 @@ TORCH  ?= torch==2.13.0
 # More options for pip, for instance an index that has CPU builds of torch.
 PIP_ARGS ?=
 DEMO_ARGS ?=
+TESTS ?= tests
 TEST_ARGS ?=
 BENCH_ARGS ?= --device cpu --ranks 2 --tokens 1,8,64 --heads 96 --head-dim 512 --baselines gloo
 
@@ -25,7 +26,7 @@ built := build/.built-in-$(subst /,-,$(VENV))
 
 help:
 	@echo "make demo    the main job: a layer of Kimi-K3 on rank processes, its KV cache sharded or not (DEMO_ARGS)"
-	@echo "make test    all tests (TEST_ARGS)"
+	@echo "make test    all tests (TESTS, TEST_ARGS)"
 	@echo "make bench   a2a_lse_reduce against gloo, on this machine's CPU (BENCH_ARGS)"
 	@echo "make build   the environment $(VENV) and the compiled module, which the others make first"
 	@echo "make clean   removes what was built, not $(VENV)"
@@ -35,7 +36,7 @@ demo: build
 	$(VENV)/bin/dcpkernels demo $(DEMO_ARGS)
 
 test: build $(oracles)
-	$(python) -m pytest -q tests $(TEST_ARGS)
+	$(python) -m pytest -q $(TESTS) $(TEST_ARGS)
 
 bench: build
 	$(VENV)/bin/dcpkernels bench a2a_lse_reduce $(BENCH_ARGS)
