@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcpkernels.cli import baselines, baselines_gpu, bench, floor_gpu, main, measure_gpu
+from dcpkernels.cli import baselines, baselines_gather, baselines_gpu, bench, floor_gpu, machine, main, measure_gpu
 from dcpkernels.cli.bench_a2a_lse_reduce import A2aLseReduce
 from dcpkernels.cli.bench_kv_gather import KvGather
 from dcpkernels.cli.bench_op import OURS, BenchOp
@@ -62,6 +62,7 @@ def use_host() -> None:
     floor_gpu.samples_us = lambda num_bytes, *args: [num_bytes / 100] * 20
     bench.for_device = lambda name, mode: HostBench(mode or "eager")
     baselines.opened = lambda *args, mpi_job, device: baselines_gpu.opened(*args, device=device)
+    baselines_gather.exchanges = lambda names, group, mpi_job, device: baselines_gpu.exchanges(names, group)
 
 
 def rank_of_row(group: dist.ProcessGroup, op: BenchOp, size: int) -> bench.Samples:
@@ -70,7 +71,8 @@ def rank_of_row(group: dist.ProcessGroup, op: BenchOp, size: int) -> bench.Sampl
 
 
 MERGE = A2aLseReduce(device="cuda", num_heads=4, head_dim=16, tokens=(3,), baselines=baselines_gpu.BASELINES)
-QUERY = QueryGather(device="cuda", num_heads=4, head_dim=16, tokens=(3,), baselines=())
+QUERY = QueryGather(device="cuda", num_heads=4, head_dim=16, tokens=(3,), baselines=baselines_gpu.BASELINES)
+KV = KvGather(device="cuda", kv_dim=8, rows=(30,), block_size=4, baselines=baselines_gpu.BASELINES)
 FEW = {"iters": 4, "warmup": 1, "turn": 2}
 
 
@@ -80,21 +82,23 @@ FEW = {"iters": 4, "warmup": 1, "turn": 2}
         (replace(MERGE, **FEW), 1),
         (replace(MERGE, mode="graph", skew_us=20.0, **FEW), 1),
         (replace(QUERY, **FEW), 1),
-        (replace(QUERY, mode="graph", burst=5, **FEW), 5),
+        (replace(QUERY, mode="graph", burst=5, parts=(12, 4), quantise=True, **FEW), 5),
+        (replace(KV, skew_us=20.0, **FEW), 1),
     ],
     ids=lambda value: f"{value.NAME} {value.mode} {value.skew_us:g}" if isinstance(value, BenchOp) else "",
 )
 def test_a_rank(op: BenchOp, num_calls: int) -> None:
     """What is timed is right before and after, and every rank has all samples of every candidate."""
     assert op.num_calls == num_calls
-    per_rank = run_ranks(rank_of_row, 2, op, 3, mode="process", timeout_s=60)
+    (size,) = op.sizes
+    per_rank = run_ranks(rank_of_row, 2, op, size, mode="process", timeout_s=60)
     for samples in per_rank:
         assert list(samples.times) == list(samples.errors) == list(samples.last_errors) == [OURS, *op.baselines]
         assert all(0 <= error <= op.MAX_ERROR for error in (*samples.errors.values(), *samples.last_errors.values()))
         for times in samples.times.values():
             assert len(times.own_us) == len(times.host_us) == 4 and min(times.host_us) > 0
             assert not times.entered_ns
-        assert samples.floor_us == [op.num_bytes(2, 3) / 100] * 20
+        assert samples.floor_us == [op.num_bytes(2, size) / 100] * 20
     for name in per_rank[0].times:
         own = list(zip(*(samples.times[name].own_us for samples in per_rank), strict=True))
         assert all((min(sample) == 0) == (op.skew_us > 0) and max(sample) > 0 for sample in own)
@@ -114,6 +118,13 @@ def rank_of_row_without_progress(
     return rank_of_row(group, op, size)
 
 
+def test_a_row_says_which_gpus() -> None:
+    host = machine.describe()
+    assert machine.one_line(host, "v4").endswith("target cpu (v4)")
+    on_gpu = host | {"gpu": "A GPU", "gpus": 8, "nccl": "2.27.5"}
+    assert machine.one_line(on_gpu, "cuda").endswith("target cuda (A GPU, 8 there); nccl 2.27.5")
+
+
 # -- options
 
 
@@ -125,6 +136,9 @@ def test_baselines_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 1)
     with baselines.opened(["nccl"], None, 1, 1, 1, torch.bfloat16, mpi_job=None, device=device) as others:
         assert others == {} and made == [device]
+    monkeypatch.setattr(baselines_gpu, "exchanges", lambda names, group: contextlib.nullcontext({"nccl": names}))
+    with baselines_gather.exchanges(["nccl"], None, None, device) as makers:
+        assert makers == {"nccl": ["nccl"]}
     monkeypatch.setattr(baselines_gpu, "require", lambda names: {"nccl": f"of {len(names)}"})
     assert baselines.require(["nccl", "symm_mem"]) == {"nccl": "of 2"}
 
@@ -139,7 +153,7 @@ def test_baselines_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_which_baselines(given: list[str], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    monkeypatch.setattr(bench, "run", lambda ops, **_: taken.extend(ops) or 0)
+    monkeypatch.setattr(bench, "run", lambda ops, outputs: taken.extend(ops) or 0)
     assert main(["bench", "a2a_lse_reduce", "--device", "cuda", "--mode", "eager,graph", *given]) == 0
     assert [(op.mode, op.baselines, op.num_calls) for op in taken] == [("eager", expected, 1), ("graph", expected, 50)]
     taken.clear()
@@ -150,7 +164,7 @@ def test_which_baselines(given: list[str], expected: tuple[str, ...], monkeypatc
 def test_bytes_between_gpus() -> None:
     """To every other GPU, where a CPU's ranks share one buffer."""
     for num_ranks, copies in ((1, 1), (2, 1), (4, 3)):
-        for op in (QUERY, KvGather(device="cuda", kv_dim=8, rows=(30,))):
+        for op in (QUERY, KV):
             assert op.num_bytes(num_ranks, 30) == copies * replace(op, device="cpu").num_bytes(num_ranks, 30)
 
 

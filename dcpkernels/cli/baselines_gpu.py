@@ -27,9 +27,6 @@ _NCCL, _SYMMETRIC, _EXCHANGE = "nccl", "symm_mem", "-exchange"
 BASELINES = (_NCCL, _NCCL + _EXCHANGE, _SYMMETRIC, _SYMMETRIC + _EXCHANGE)
 _BACKEND = "nccl"  # of torch.distributed
 
-# Makes, of the tensors (recv, send), what exchanges them.
-Exchange = Callable[[torch.Tensor, torch.Tensor], Callable[[], object]]
-
 
 def require(names: Sequence[str]) -> dict[str, str]:
     """Versions of the libraries that these need besides torch. Raises DcpUnsupported when one is missing."""
@@ -63,7 +60,9 @@ def opened(
 
 
 @contextmanager
-def exchanges(names: Sequence[str], group: dist.ProcessGroup) -> Iterator[dict[str, Exchange]]:
+def exchanges(
+    names: Sequence[str], group: dist.ProcessGroup
+) -> Iterator[dict[str, Callable[[torch.Tensor, torch.Tensor], Callable[[], object]]]]:
     """In a rank process, collective: how the gathers' baselines of these names exchange. Who makes such a baseline does so
     with the GPU as torch's default device (`with device:`): there its tensors are, and its symmetric memory."""
     with _nccl_group(names, group) as nccl:

@@ -74,7 +74,7 @@ class KvGather(Gather):
     def opened(
         self, workspace: dcpkernels.Workspace, group: torch.distributed.ProcessGroup, size: int, mpi_job: str | None
     ) -> Iterator[Subject]:
-        with baselines_gather.exchanges(self.baselines, group, mpi_job) as exchanges:
+        with baselines_gather.exchanges(self.baselines, group, mpi_job, torch.device(workspace.device)) as exchanges:
             yield _Subject(self, workspace, exchanges, size)
 
 
@@ -99,12 +99,14 @@ class _Subject(GatherSubject):
             interleave=op.interleave,
         )
         ours = partial(dcpkernels.kv_gather, cache, plan, 0, workspace=workspace)
-        others = {
-            name: baselines_kv_gather.AllGatherRows(
-                workspace.num_ranks, all_gather, cache, blocks.to(cache.device), num_rows, op.interleave
-            )
-            for name, all_gather in exchanges.items()
-        }
+        blocks = blocks.to(workspace.device)
+        with torch.device(workspace.device):
+            others = {
+                name: baselines_kv_gather.AllGatherRows(
+                    workspace.num_ranks, all_gather, cache, blocks, num_rows, op.interleave
+                )
+                for name, all_gather in exchanges.items()
+            }
         super().__init__((cache,), ours, others)
 
     def truth(self) -> torch.Tensor:

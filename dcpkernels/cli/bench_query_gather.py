@@ -92,7 +92,7 @@ class QueryGather(Gather):
     def opened(
         self, workspace: dcpkernels.Workspace, group: torch.distributed.ProcessGroup, size: int, mpi_job: str | None
     ) -> Iterator[Subject]:
-        with baselines_gather.exchanges(self.baselines, group, mpi_job) as exchanges:
+        with baselines_gather.exchanges(self.baselines, group, mpi_job, torch.device(workspace.device)) as exchanges:
             yield _Subject(self, workspace, exchanges, size)
 
 
@@ -116,10 +116,11 @@ class _Subject(GatherSubject):
             return out
 
         ours = gather_and_release if op.releases else gather
-        others = {
-            name: baselines_query_gather.AllGatherHeads(workspace.num_ranks, all_gather, parts, op.scale)
-            for name, all_gather in exchanges.items()
-        }
+        with torch.device(workspace.device):
+            others = {
+                name: baselines_query_gather.AllGatherHeads(workspace.num_ranks, all_gather, parts, op.scale)
+                for name, all_gather in exchanges.items()
+            }
         super().__init__(parts, ours, others)
 
     def produce(self, name: str) -> None:

@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 SIZES = {"num_tokens": "tokens", "num_rows": "rows"}  # a call's size, by op; in words
 # What came out, or follows from what was asked for.
 RESULTS = frozenset(
-    {"median_us", "p99_us", "bytes", "floor_us", "pct_of_floor", "baselines", "speedup", "timed_from"}
+    {"median_us", "p99_us", "bytes", "floor_us", "pct_of_floor", "baselines", "speedup", "timed_from", "host_us"}
     | {"max_err_over_bound", "wrong_bytes"}
 )
 # Who measured, and for how long: not another case, but to be told when it differs.

@@ -37,10 +37,12 @@ def describe() -> dict[str, Any]:
 
 def one_line(machine: dict[str, Any], isa: str) -> str:
     cpus = f"{machine['cpus']} CPU{'s' if machine['cpus'] != 1 else ''}"
-    mpi = f"; {machine['mpi']}" if "mpi" in machine else ""
+    target = f"cpu ({isa})" if "gpu" not in machine else f"{isa} ({machine['gpu']}, {machine['gpus']} there)"
+    peers = f"; {machine['mpi']}" if "mpi" in machine else ""
+    peers += f"; nccl {machine['nccl']}" if "nccl" in machine else ""
     return (
         f"{machine['cpu']}, {cpus}, {machine['system']}; torch {machine['torch']}; "
-        f"dcpkernels {machine['dcpkernels']}, target cpu ({isa}){mpi}"
+        f"dcpkernels {machine['dcpkernels']}, target {target}{peers}"
     )
 
 
