@@ -29,7 +29,7 @@ MERGE = ["bench", "a2a_lse_reduce", "--heads", "4", "--head-dim", "64", "--token
 
 
 def ops_of(command: str) -> list[BenchOp]:
-    return bench.from_args(cli._parser().parse_args(["bench", *command.split()]))
+    return bench.from_args(cli.parser().parse_args(["bench", *command.split()]))
 
 
 # -- sweeps

@@ -16,7 +16,7 @@ KINDS = list(bench.OPS.values())
 
 
 def ops_of(*command: str) -> list[BenchOp]:
-    return bench.from_args(cli._parser().parse_args(["bench", *command]))
+    return bench.from_args(cli.parser().parse_args(["bench", *command]))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.NAME)

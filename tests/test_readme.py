@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 import dcpkernels
 from dcpkernels import env, errors
+from dcpkernels.cli import parser
 from dcpkernels.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -266,3 +268,33 @@ def test_the_constants_of_the_error_bound() -> None:
     # With that, both totals of the page stay below 2W + 4 + 3 d.
     assert 1 + largest[0] <= 4
     assert 1 + 1.35 + largest[1] <= 4
+
+
+# -- commands
+
+
+def commands(page: Path) -> list[str]:
+    """What a page tells to type after `dcpkernels`, in blocks of any kind."""
+    text = page.read_text().replace("\\\n", " ")
+    found = re.findall(r"^ *(?:\$ )?dcpkernels ((?:demo|bench|plan|doctor)\b[^#\n]*)", text, re.MULTILINE)
+    return [" ".join(command.split()) for command in found]
+
+
+@pytest.mark.parametrize(
+    "command", sorted({command for page in PAGES for command in commands(page)}), ids=lambda command: command[:60]
+)
+def test_commands_of_the_pages_are_understood(command: str) -> None:
+    args = parser().parse_args(shlex.split(command))
+    assert callable(args.run)
+
+
+def test_commands_are_found() -> None:
+    assert len(commands(ROOT / "README.md")) >= 4 and len(commands(ROOT / "docs/cli.md")) >= 12
+    with pytest.raises(SystemExit):
+        parser().parse_args(["bench", "a2a_lse_reduce", "--no-such-option"])
+
+
+def test_the_page_of_the_command_line_has_all_commands() -> None:
+    sections = re.findall(r"^## (\w+)$", (ROOT / "docs/cli.md").read_text(), re.MULTILINE)
+    (choices,) = [action.choices for action in parser()._actions if action.choices]
+    assert sorted(sections) == sorted(choices)

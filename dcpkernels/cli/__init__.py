@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. `--help`, `--version` and bad options end by SystemExit."""
     try:
         with _ended_as_by_ctrl_c():
-            args = _parser().parse_args(argv)
+            args = parser().parse_args(argv)
             return args.run(args)
     except (DcpInvalidArgument, DcpUnsupported) as error:
         return _complain(error, 2)
@@ -60,7 +60,7 @@ def _complain(what: object, exit_code: int) -> int:
     return exit_code
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dcpkernels",
         description="Fused collectives for decode context parallelism: tried and timed on this machine, and what a "
