@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from dcpkernels import cli
 from dcpkernels.cli import bench, bench_device, bench_table, main, measure, progress, skew, stamps, table
 from dcpkernels.cli.bench_a2a_lse_reduce import A2aLseReduce
+from dcpkernels.cli.bench_a2a_lse_reduce import _Merge as Merge
 from dcpkernels.cli.bench_device import Times
 from dcpkernels.cli.bench_kv_gather import KvGather
 from dcpkernels.cli.bench_op import OURS, BenchOp, Kept, Subject
@@ -234,6 +236,25 @@ def test_rows_with_and_without_skew(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "ranks up to 0, 50 us late, timed from the entry of the last one" in printed and "skew us" in printed
 
 
+@dataclass(frozen=True, kw_only=True)
+class LateSpy(TinyMerge):
+    """Its error is the longest wait of any rank, instead, in units of 100 us."""
+
+    @contextmanager
+    def opened(self, workspace: Any, *args: Any) -> Iterator[Subject]:
+        with super().opened(workspace, *args) as subject:
+            waits: list[float] = [0.0]
+            skew.Skew.wait = lambda late, delay_us: waits.append(delay_us)  # in this rank's process alone
+            subject.check_last = lambda results: {OURS: max(waits) / 100}
+            yield subject
+
+
+def test_ranks_come_as_late_as_asked() -> None:
+    op = LateSpy(dtype="fp32", skew_us=95.0, baselines=(), iters=4, warmup=1, turn=2)
+    row, _ = bench.measure_row(op, 2, 2, bench.check(op))
+    assert row["max_err_over_bound"] == 0.95  # that of the merge in fp32 is far below
+
+
 # -- the check of the last calls
 
 
@@ -309,6 +330,27 @@ def test_a_result_that_goes_wrong_while_it_is_timed_ends_the_run(op: Going) -> N
     text = rf"bench: {op.broken} must be (equal|within) .* after it was timed \(got .* at {op.SIZE}={op.sizes[0]}, 2"
     with pytest.raises(DcpError, match=text):
         bench.measure_row(op, 2, op.sizes[0], bench.check(op))
+
+
+@pytest.mark.parametrize("burst", [1, 2])
+def test_zero_copy_buffers_have_the_same_stamp_on_all_ranks(burst: int) -> None:
+    """Which of its two buffers a rank gets depends on its peers. In a burst nobody could write the second one anew."""
+    op = TinyMerge(zero_copy=True, burst=burst, baselines=())
+    buffers = [torch.zeros(2, 4, 16, dtype=torch.bfloat16) for _ in range(2)]
+    order = iter([0, 0, 1, 1, 0, 1])
+    workspace = SimpleNamespace(
+        rank=0, num_ranks=1, num_local_heads=4, device=torch.device("cpu"), config=op.config(1, 2),
+        partial_out=lambda num_tokens: buffers[next(order)],
+    )  # fmt: skip
+    subject = Merge(op, workspace, {}, (2, 4, 16))
+    plain = subject._partial_out.clone()
+    subject._restamped(subject._ours.take_input())  # as for the check
+    for sample in range(1, 6):
+        subject.produce(OURS)
+        stamp = subject._stamp_of[OURS]
+        assert stamp == (sample if burst == 1 else 0)
+        assert torch.equal(subject._ours._partial_out, plain * stamps.signs(stamp, 16, torch.bfloat16))
+        stamps.stamp_signs(*subject._restamped(subject._partial_out))  # as a baseline's input
 
 
 def test_the_error_of_a_row_is_the_larger_of_both_checks(monkeypatch: pytest.MonkeyPatch) -> None:

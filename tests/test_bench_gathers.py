@@ -62,7 +62,7 @@ def test_rows_of_query_gather(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["--dtype", "e4m3", "--parts", "17,7"], 1),
         (["--dtype", "e4m3fnuz", "--parts", "17,7"], 1),
         (["--quantise"], 1),
-        (["--quantise", "--dtype", "fp32", "--parts", "16,8"], 1),
+        (["--quantise", "--dtype", "fp32", "--parts", "17,7"], 1),
     ],
 )
 def test_query_gather_of_other_types_and_parts(options: list[str], item_bytes: int, tmp_path: Path) -> None:

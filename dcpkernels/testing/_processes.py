@@ -52,10 +52,15 @@ class _Server:
         preload = ["numpy", "torch", "torch.distributed", *(["pytest"] if "pytest" in sys.modules else [])]
         command = f"from dcpkernels.testing._worker import serve; serve({theirs.fileno()}, {preload})"
         self._is_ready = False
-        with theirs, _interrupts_blocked():
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", command], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env
-            )
+        self._process: subprocess.Popen | None = None
+        try:
+            with theirs, _interrupts_blocked():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", command], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env
+                )
+        except KeyboardInterrupt:  # it came in between
+            self.close()
+            raise
 
     def wait_ready(self) -> None:
         if not select.select([self.socket], [], [], _READY_S)[0]:
@@ -84,6 +89,8 @@ class _Server:
     def close(self) -> None:
         """The server ends when its socket closes, and the ranks that still run die with it."""
         self.socket.close()
+        if self._process is None:
+            return
         if not self._is_ready:  # it would see that when its imports are done, and has no ranks yet
             self._process.kill()
         self._wait()
