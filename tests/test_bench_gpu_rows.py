@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import _get_current_function_mode_stack
 
 from dcpkernels.cli import baselines, baselines_gather, baselines_gpu, bench, floor_gpu, machine, main, measure_gpu
 from dcpkernels.cli.bench_a2a_lse_reduce import A2aLseReduce
+from dcpkernels.cli.bench_device import Times
 from dcpkernels.cli.bench_kv_gather import KvGather
 from dcpkernels.cli.bench_op import OURS, BenchOp
 from dcpkernels.cli.bench_query_gather import QueryGather
@@ -40,6 +45,12 @@ class HostEvent:
 class HostBench(measure_gpu.GpuBench):
     """Its calls run on the host, at once."""
 
+    expected_calls: int  # of a sample
+
+    def take_turns(self, *args: Any, **options: Any) -> dict[str, Times]:
+        assert options["num_calls"] == self.expected_calls
+        return super().take_turns(*args, **options)
+
     @property
     def torch_device(self) -> torch.device:
         return CPU
@@ -62,11 +73,22 @@ def use_host() -> None:
     floor_gpu.samples_us = lambda num_bytes, *args: [num_bytes / 100] * 20
     bench.for_device = lambda name, mode: HostBench(mode or "eager")
     baselines.opened = lambda *args, mpi_job, device: baselines_gpu.opened(*args, device=device)
-    baselines_gather.exchanges = lambda names, group, mpi_job, device: baselines_gpu.exchanges(names, group)
+    baselines_gather.exchanges = exchanges_on_gpu
+
+
+@contextlib.contextmanager
+def exchanges_on_gpu(names: tuple[str, ...], group: dist.ProcessGroup, mpi_job: None, device: torch.device) -> Any:
+    def checked(make: Callable[..., Any], recv: torch.Tensor, send: torch.Tensor) -> Any:
+        assert _get_current_function_mode_stack(), "a gather's baseline must be made with a default device"
+        return make(recv, send)
+
+    with baselines_gpu.exchanges(names, group) as makers:
+        yield {name: partial(checked, make) for name, make in makers.items()}
 
 
 def rank_of_row(group: dist.ProcessGroup, op: BenchOp, size: int) -> bench.Samples:
     use_host()
+    HostBench.expected_calls = op.num_calls
     return bench._rank(group, op, size, None, None)
 
 

@@ -125,7 +125,7 @@ class _Subject(GatherSubject):
 
     def produce(self, name: str) -> None:
         super().produce(name)
-        if name == OURS and not self._op.releases:  # instead of the merge behind which the next query is gathered
+        if name == OURS:  # instead of the merge behind which the next query is gathered
             dcpkernels.release_query(workspace=self._workspace)
 
     def stamp(self, tensor: torch.Tensor, stamp: int) -> None:
