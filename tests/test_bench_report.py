@@ -156,9 +156,10 @@ ALIKE = {"gloo": 10.1, "openmpi": 10.2, "gloo-exchange": 10.3, "openmpi-exchange
         MANY,
         [row_of(size=s, num_ranks=w, skew_us=us, peers=ALIKE, floor_us=10) for s in SIZES for w in (2, 8) for us in (0.0, 5, 50)],
         [row_of(num_ranks=w, dtype=t, skew_us=u) for w in (2, 3, 4, 6, 8) for t in ("bf16", "fp16") for u in (0.0, 5, 50)],
-        [row_of(4e5, peers=ALIKE), row_of(4e5, num_ranks=128, peers=ALIKE)],
+        [row_of(4e5, peers=ALIKE), row_of(4e5, size=9, num_ranks=128, peers=ALIKE)],
+        [row_of(peers={name: 4e5 * us for name, us in ALIKE.items()})],
     ],
-    ids=["one row", "30 sizes", "18 rows, peers alike", "30 rows of 30 kinds", "labels at the lower edge"],
+    ids=["one row", "30 sizes", "18 rows, peers alike", "30 rows of 30 kinds", "labels at the lower edge", "labels at the upper edge"],
 )  # fmt: skip
 def test_no_text_lies_on_another_one_or_leaves_the_page(rows: list[dict[str, Any]]) -> None:
     figure = figure_of(rows)
@@ -166,6 +167,7 @@ def test_no_text_lies_on_another_one_or_leaves_the_page(rows: list[dict[str, Any
     texts = [(text.get_text(), text.get_window_extent()) for text in figure.texts]
     for axes in figure.axes:
         in_axes = [text for text in axes.texts if text.get_transform() == axes.transAxes]
+        assert all(0 <= text.get_position()[1] <= 1.03 for text in in_axes), labels_of(axes)
         low, high = axes.get_ylim()  # matplotlib has texts for ticks beyond them, too, and draws none
         in_axes += [tick.label1 for tick in axes.yaxis.get_major_ticks() if low <= tick.get_loc() <= high]
         in_axes += [*axes.get_xticklabels(), axes._left_title, axes.xaxis.label]

@@ -6,11 +6,15 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from dcpkernels.cli import main, openmpi
+from dcpkernels.cli import baselines_gather, main, openmpi
+from dcpkernels.cli.exact import all_gather
 from dcpkernels.errors import DcpUnsupported
 
 TINY_BENCH = ["bench", "a2a_lse_reduce", "--heads", "4", "--head-dim", "64", "--iters", "5", "--warmup", "1"]
@@ -83,6 +87,28 @@ def test_gathers_by_openmpi(num_ranks: int, gather: list[str], tmp_path: Path) -
 
 
 # -- without
+
+
+class FakeComm:
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, object]] = []
+
+    def Allgather(self, send: object, recv: object) -> None:
+        self.calls.append((send, recv))
+
+
+def test_what_is_called_openmpi_is_exchanged_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm, group = FakeComm(), SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    monkeypatch.setattr(openmpi, "joined", lambda *place: nullcontext(comm if place == ("job", 0, 2) else None))
+    send, recv = torch.zeros(3, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)
+    with baselines_gather.exchanges(["gloo", "openmpi", "gloo-exchange", "openmpi-exchange"], group, "job") as ways:
+        for name, way in ways.items():
+            prepared = way(recv, send)
+            if name.startswith("openmpi"):
+                prepared()
+            else:
+                assert prepared.func is all_gather and prepared.keywords == {"group": group}
+    assert [(a.ctypes.data, b.ctypes.data) for a, b in comm.calls] == [(send.data_ptr(), recv.data_ptr())] * 2
 
 
 def test_bench_of_a_bare_exchange(tmp_path: Path) -> None:
