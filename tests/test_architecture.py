@@ -64,7 +64,8 @@ PACKAGE_LAYERS = {
     "integrations": LEAVES | {"", "integrations"},
     "cli": LEAVES | {"", "env", "layout", "reference", "testing", "cli", "kimi_k3", "planner", "_backend"},
     # It looks at what heaps stand on, too.
-    "cli.doctor": LEAVES | {"", "env", "testing", "cli.doctor", "cli.parsing", "cli.table", "heap", "_backend"},
+    "cli.doctor": LEAVES
+    | {"", "env", "testing", "cli.doctor", "cli.output", "cli.parsing", "cli.table", "heap", "_backend"},
     "": LEAVES,
 }
 

@@ -197,7 +197,7 @@ def test_a_late_rank_waits_behind_the_barrier(monkeypatch: pytest.MonkeyPatch) -
             expected += ["|", f"in {name}", "|", *([40.0] if late.delay_us(sample) else []), name, name]
     assert log == expected and 40.0 in log and [len(samples.own_us) for samples in times.values()] == [8, 8]
     for samples in times.values():
-        for own_us, start, end in zip(*samples, strict=True):
+        for own_us, start, end in zip(samples.own_us, samples.entered_ns, samples.returned_ns, strict=True):
             assert own_us == (end - start) / 1e3 / 2
 
 

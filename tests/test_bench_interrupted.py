@@ -117,7 +117,7 @@ def test_what_somebody_else_handles_stays(monkeypatch: pytest.MonkeyPatch) -> No
     """For example ignored, as by nohup."""
     seen = []
     monkeypatch.setattr(
-        cli, "_parser", lambda: seen.append([signal.getsignal(signum) for signum in cli._ENDING]) or 1 / 0
+        cli, "parser", lambda: seen.append([signal.getsignal(signum) for signum in cli._ENDING]) or 1 / 0
     )
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -255,6 +255,21 @@ def test_markdown_on_stdout_is_alone_there(
     assert where in err and f"wrote {tmp_path / 'json'}" in err
 
 
+@pytest.mark.parametrize("option", [["--json"], ["--json", "-"]])
+def test_json_on_stdout_is_alone_there(
+    option: list[str], measured: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*BENCH, *option, "--markdown", str(tmp_path / "table.md")]) == 0
+    out, err = capsys.readouterr()
+    assert [row["num_tokens"] for row in json.loads(out)] == [1, 8]
+    assert machine.describe()["cpu"] in err and f"wrote {tmp_path / 'table.md'}" in err
+
+
+def test_stdout_is_for_one(measured: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BENCH, "--json", "-", "--markdown", "-"]) == 2
+    assert "--json: must be a file where --markdown goes to stdout" in capsys.readouterr().err and measured == []
+
+
 @pytest.mark.parametrize("option", ["--plot", "--markdown", "--json"])
 def test_a_place_where_nothing_can_be_written(
     option: str, measured: list[int], capsys: pytest.CaptureFixture[str]

@@ -101,7 +101,9 @@ def test_what_is_called_openmpi_is_exchanged_by_it(monkeypatch: pytest.MonkeyPat
     comm, group = FakeComm(), SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     monkeypatch.setattr(openmpi, "joined", lambda *place: nullcontext(comm if place == ("job", 0, 2) else None))
     send, recv = torch.zeros(3, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)
-    with baselines_gather.exchanges(["gloo", "openmpi", "gloo-exchange", "openmpi-exchange"], group, "job") as ways:
+    with baselines_gather.exchanges(
+        ["gloo", "openmpi", "gloo-exchange", "openmpi-exchange"], group, "job", torch.device("cpu")
+    ) as ways:
         for name, way in ways.items():
             prepared = way(recv, send)
             if name.startswith("openmpi"):

@@ -6,10 +6,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import os
-import platform
 import re
-import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -17,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.packaging_project import (
-    CXX,
     IS_X86_64,
     MINI_PROJECT,
     MODULE_OBJECT,

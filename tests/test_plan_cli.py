@@ -251,7 +251,7 @@ def test_what_the_chart_shows() -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    from dcpkernels.cli import _parser as parser
+    from dcpkernels.cli import parser
     from dcpkernels.cli import plan_figure
 
     args = parser().parse_args(shlex.split(f"{PUBLISHED} --baseline-gib 25.12"))

@@ -7,6 +7,7 @@ SIGTERM.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -27,13 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _ended_as_by_ctrl_c():
             args = parser().parse_args(argv)
-            return args.run(args)
+            exit_code = args.run(args)
+            sys.stdout.flush()  # here, where a reader that has gone is found
+            return exit_code
     except (DcpInvalidArgument, DcpUnsupported) as error:
         return _complain(error, 2)
     except DcpError as error:
         return _complain(error, 1)
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
+    except BrokenPipeError:  # of `| head`; there is nobody to tell, and Python would try again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
 
 
 @contextmanager

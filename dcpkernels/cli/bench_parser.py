@@ -93,7 +93,8 @@ def add(
         op.add_argument("--turn", type=count, default=8,
                         help="samples of a candidate in its turn; the first half settles the caches and is not timed (default 8)")  # fmt: skip
         op.add_argument("--seed", type=int, default=0)
-        op.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, as a list")
+        op.add_argument("--json", type=Path, metavar="FILE", nargs="?", const=Path("-"),
+            help="write the rows there, as a list; without FILE to stdout, in place of the table")  # fmt: skip
         op.add_argument("--plot", type=Path, metavar="FILE",
                         help="write a chart there, as PNG: latency by size, baselines, floor (needs matplotlib)")  # fmt: skip
         op.add_argument("--markdown", type=Path, metavar="FILE", nargs="?", const=Path("-"),
@@ -141,7 +142,8 @@ def _add_compare(
         "--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="two files of --json: what has changed"
     )
     options = [
-        group.add_argument("--json", dest="compare_json", type=Path, metavar="FILE", help="write what was compared there"),
+        group.add_argument("--json", dest="compare_json", type=Path, metavar="FILE", nargs="?", const=Path("-"),
+            help="write what was compared there; without FILE to stdout, in place of the table"),
         group.add_argument("--markdown", dest="compare_markdown", type=Path, metavar="FILE", nargs="?", const=Path("-"),
                            help="write the table there in GitHub's form; without FILE to stdout, in its place"),
         group.add_argument("--fail-above", type=ratio, metavar="X",

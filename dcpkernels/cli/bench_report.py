@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dcpkernels.cli import output, table
-
-STDOUT = Path("-")
+from dcpkernels.cli.output import STDOUT
+from dcpkernels.errors import DcpInvalidArgument
 
 
 class Section(NamedTuple):
@@ -24,7 +24,7 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Paths; markdown "-" is stdout, which then has nothing else."""
+    """Paths. One of json and markdown may be "-", which is stdout; that has then nothing else."""
 
     json: Path | None = None
     plot: Path | None = None
@@ -32,19 +32,25 @@ class Outputs:
 
     def require(self) -> None:
         """Raises DcpInvalidArgument where one cannot be written, DcpUnsupported where there is no matplotlib."""
-        output.require_writable("--json", self.json)
+        if self.json == STDOUT == self.markdown:
+            raise DcpInvalidArgument("--json: must be a file where --markdown goes to stdout (got stdout for both)")
+        output.require_writable("--json", None if self.json == STDOUT else self.json)
         output.require_writable("--plot", self.plot)
         output.require_writable("--markdown", None if self.markdown == STDOUT else self.markdown)
         if self.plot is not None:
             output.require_matplotlib("--plot")
 
+    @property
+    def takes_stdout(self) -> bool:
+        return STDOUT in (self.json, self.markdown)
+
     def say(self, text: str) -> None:
         """What is to be read while the bench runs, or beside the table."""
-        print(text, file=sys.stderr if self.markdown == STDOUT else sys.stdout, flush=True)
+        print(text, file=sys.stderr if self.takes_stdout else sys.stdout, flush=True)
 
     def show(self, section: Section) -> None:
-        """As soon as it is there, unless stdout is for markdown, which comes at the end."""
-        if self.markdown != STDOUT:
+        """As soon as it is there, unless stdout is for something that comes at the end."""
+        if not self.takes_stdout:
             table.show(section.columns, section.lines)
 
     def write(self, where: str, sections: Sequence[Section], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -53,7 +59,9 @@ class Outputs:
             print(markdown(where, sections), end="")
         elif self.markdown is not None:
             self.markdown.write_text(markdown(where, sections))
-        if self.json is not None:
+        if self.json == STDOUT:
+            print(output.to_json(rows))
+        elif self.json is not None:
             output.write_json(self.json, rows)
         if self.plot is not None and rows:
             from dcpkernels.cli import bench_plot

@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
 def run(options: DemoOptions, *, json_path: Path | None, png_path: Path | None, png_required: bool = False) -> int:
     """The command. Returns 1 when a check failed; the result is shown and written all the same. json_path "-": the JSON
     goes to stdout and nothing else does."""
-    to_stdout = json_path == Path("-")
+    to_stdout = json_path == output.STDOUT
     output.require_writable("--json", None if to_stdout else json_path)
     output.require_writable("--png", png_path)
     if png_path is not None and not output.has_matplotlib():

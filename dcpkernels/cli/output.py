@@ -11,6 +11,8 @@ from typing import Any
 
 from dcpkernels.errors import DcpInvalidArgument, DcpUnsupported
 
+STDOUT = Path("-")
+
 
 def require_writable(option: str, path: Path | None) -> None:
     """Finds a bad place for a result before the work, not after. Raises DcpInvalidArgument."""

@@ -47,7 +47,7 @@ class Plan:
 
 def run(args: argparse.Namespace) -> int:
     """The command. --json -: the JSON goes to stdout and nothing else does."""
-    to_stdout = args.json == Path("-")
+    to_stdout = args.json == output.STDOUT
     output.require_writable("--json", None if to_stdout else args.json)
     output.require_writable("--plot", args.plot)
     if args.plot is not None:

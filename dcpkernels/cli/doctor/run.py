@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from dcpkernels import _backend
+from dcpkernels.cli import output
 from dcpkernels.cli.doctor import build, collective, container, host, render, torch_match
 from dcpkernels.cli.doctor.check import Check, Facts, Result, results
 from dcpkernels.cli.doctor.gpu import cells
 from dcpkernels.cli.doctor.privacy import Scrubber
 from dcpkernels.cli.doctor.probe import ask
 from dcpkernels.cli.doctor.targets import CHECKS, SECTIONS, TARGETS, VENDORS, states
+from dcpkernels.cli.output import STDOUT
 from dcpkernels.cli.table import status
 from dcpkernels.errors import DcpInvalidArgument
 
@@ -46,8 +46,7 @@ def _require_options(json_path: Path | None, with_collective: bool, num_ranks: i
         raise DcpInvalidArgument(f"--ranks: must come with --collective (got --ranks {num_ranks})")
     if num_ranks is not None and num_ranks > collective.MAX_RANKS:
         raise DcpInvalidArgument(f"--ranks: must be at most {collective.MAX_RANKS} (got {num_ranks})")
-    if json_path is not None and (json_path.is_dir() or not os.access(json_path.parent, os.W_OK)):
-        raise DcpInvalidArgument(f"--json: must be a file in a writable folder (got {str(json_path)!r})")
+    output.require_writable("--json", None if json_path == STDOUT else json_path)
 
 
 def this_machine() -> Facts:
@@ -60,16 +59,9 @@ def this_machine() -> Facts:
 def show(facts: Facts, found: Sequence[Result], json_path: Path | None) -> None:
     peers = {vendor.target: matrix for vendor in VENDORS if len(matrix := cells(facts, vendor.target)) > 1}
     if json_path is not None:
-        written = json.dumps(render.as_object(states(facts), found, peers), indent=2)
-        if str(json_path) == "-":
-            _print(written)
+        report = render.as_object(states(facts), found, peers)
+        if json_path == STDOUT:
+            print(output.to_json(report))
             return
-        json_path.write_text(written + "\n")
-    _print(render.text(LABELS, states(facts), found, peers))
-
-
-def _print(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # of `| head`; there is nobody to tell, and Python would try again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        output.write_json(json_path, report)
+    print(render.text(LABELS, states(facts), found, peers))
