@@ -66,6 +66,7 @@ PACKAGE_LAYERS = {
     # It looks at what heaps stand on, too.
     "cli.doctor": LEAVES
     | {"", "env", "testing", "cli.doctor", "cli.output", "cli.parsing", "cli.table", "heap", "_backend"},
+    "__main__": {"cli"},
     "": LEAVES,
 }
 
