@@ -8,10 +8,9 @@
 #include <condition_variable>
 #include <functional>
 #include <mutex>
-#include <thread>
-#include <vector>
 
 #include "core/types.h"
+#include "threads.h"
 
 #define DCP_FN inline __attribute__((always_inline))
 #define DCP_OUTLINE inline __attribute__((noinline, cold))
@@ -142,71 +141,26 @@ class Lanes<1> {
   int group_, num_groups_;
 };
 
-// The threads of one CTA, made once for every thread that launches.
-class Team {
- public:
-  Team() {
-    for (int rank = 1; rank < kCtaThreads; ++rank) {
-      threads_.emplace_back([this, rank] { serve(rank); });
-    }
-  }
-  ~Team() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      ending_ = true;
-      changed_.notify_all();
-    }
-    for (std::thread& thread : threads_) thread.join();
-  }
-  void run(const std::function<void(int)>& body) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      body_ = &body;
-      num_left_ = kCtaThreads - 1;
-      ++generation_;
-      changed_.notify_all();
-    }
-    body(0);
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return num_left_ == 0; });
-  }
-
- private:
-  void serve(int rank) {
-    for (int seen = 0;;) {
-      const std::function<void(int)>* body;
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        changed_.wait(lock, [&] { return ending_ || generation_ != seen; });
-        if (ending_) return;
-        seen = generation_;
-        body = body_;
-      }
-      (*body)(rank);
-      std::lock_guard<std::mutex> lock(mutex_);
-      --num_left_;
-      changed_.notify_all();
-    }
-  }
-
-  std::vector<std::thread> threads_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  const std::function<void(int)>* body_ = nullptr;
-  int generation_ = 0, num_left_ = 0;
-  bool ending_ = false;
-};
+// The other threads of a CTA that this thread launches, whatever the kernel.
+inline Threads& other_threads() {
+  static thread_local Threads threads(kCtaThreads - 1);
+  return threads;
+}
 
 template <class Kernel>
 Status launch(const typename Kernel::Params& params, const Launch& launch) {
-  static thread_local Team team;
   Status status = Status::kOk;
   for (int channel_idx = launch.first_channel; channel_idx < launch.end_channel; ++channel_idx) {
     typename Kernel::Shared shared;
     CtaState state;
     Status of_thread[kCtaThreads];
-    team.run(
-        [&](int rank) { of_thread[rank] = Kernel::run(Cta(channel_idx, &shared, &state, rank), params); });
+    const auto run = [&](int rank) {
+      of_thread[rank] = Kernel::run(Cta(channel_idx, &shared, &state, rank), params);
+    };
+    const std::function<void(int)> run_other = [&](int index) { run(index + 1); };
+    other_threads().start(run_other);
+    run(0);
+    other_threads().wait();
     for (Status one : of_thread) {
       if (one != Status::kOk) status = one;
     }

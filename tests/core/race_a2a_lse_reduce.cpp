@@ -21,6 +21,7 @@
 #include "host/call.h"
 #include "host/region.h"
 #include "ops/a2a_lse_reduce.h"
+#include "threads.h"
 
 namespace dcp::DCP_NS {
 A2aLseReduceFns a2a_lse_reduce();
@@ -75,21 +76,18 @@ struct Turn {
 };
 
 // All channels of one call, each in a thread when there are several.
-Status run_channels(const A2aLseReduceParams& p) {
+Status run_channels(const A2aLseReduceParams& p, Threads& channels) {
   if (p.control.num_channels == 1) return DCP_NS::a2a_lse_reduce().run(p, {0, 1, nullptr});
   std::vector<Status> statuses(p.control.num_channels);
-  std::vector<std::thread> threads;
-  for (int c = 0; c < p.control.num_channels; ++c) {
-    threads.emplace_back([&, c] { statuses[c] = DCP_NS::a2a_lse_reduce().run(p, {c, c + 1, nullptr}); });
-  }
-  for (auto& thread : threads) thread.join();
+  channels.run([&](int c) { statuses[c] = DCP_NS::a2a_lse_reduce().run(p, {c, c + 1, nullptr}); });
   for (Status status : statuses) {
     if (status != Status::kOk) return status;
   }
   return Status::kOk;
 }
 
-bool run_call(const Shape& shape, const uint64_t* bases, int rank, int call, Turn& turn, bool in_buffer) {
+bool run_call(const Shape& shape, const uint64_t* bases, int rank, int call, Turn& turn, bool in_buffer,
+              Threads& channels) {
   const int num_heads = kLocalHeads * shape.num_ranks, num_tokens = tokens_of(shape, call);
   std::vector<float> elsewhere(size_t(num_tokens) * num_heads * kHeadDim),
       lse(size_t(num_tokens) * num_heads);
@@ -138,7 +136,7 @@ bool run_call(const Shape& shape, const uint64_t* bases, int rank, int call, Tur
   p.staging = {shape.staging_offset(), kRowBytes, kMaxTokens};
   p.unpacked = {shape.unpacked_offset(), kRowBytes, kMaxTokens};
   p.lse_in_row = shape.wire == Wire::kPull ? 0 : kLseInRow;
-  if (run_channels(p) != Status::kOk) {
+  if (run_channels(p, channels) != Status::kOk) {
     std::fprintf(stderr, "rank %d call %d: faulted\n", rank, call);
     return false;
   }
@@ -184,9 +182,10 @@ int main(int argc, char** argv) {
     ranks.emplace_back([&, rank] {
       std::mt19937 random(shape.seed + rank);
       Turn turn;
+      Threads channels(shape.num_channels > 1 ? shape.num_channels : 0);
       for (int call = 0; call < shape.num_calls && good; ++call) {
         if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
-        if (!run_call(shape, bases.data(), rank, call, turn, random() % 3 != 0)) good = false;
+        if (!run_call(shape, bases.data(), rank, call, turn, random() % 3 != 0, channels)) good = false;
       }
     });
   }

@@ -21,6 +21,7 @@
 #include "host/region.h"
 #include "ops/kv_gather.h"
 #include "ops/query_gather.h"
+#include "threads.h"
 
 namespace dcp::DCP_NS {
 QueryGatherFns query_gather();
@@ -74,7 +75,8 @@ class Rank {
       : shape_(shape),
         symm_{bases, rank, shape.num_ranks},
         buffers_{buffers, rank, shape.num_ranks, shape.is_shared ? buffers[rank] : 0},
-        random_(shape.seed + unsigned(rank)) {}
+        random_(shape.seed + unsigned(rank)),
+        channels_(shape.num_channels > 1 ? shape.num_channels : 0) {}
 
   bool run() {
     for (int call = 0; call < shape_.num_calls; ++call) {
@@ -93,13 +95,9 @@ class Rank {
     const int num_channels = shape_.num_channels;
     if (num_channels == 1) return run({0, 1, nullptr}) == Status::kOk;
     std::atomic<bool> good{true};
-    std::vector<std::thread> threads;
-    for (int c = 0; c < num_channels; ++c) {
-      threads.emplace_back([&, c] {
-        if (run({c, c + 1, nullptr}) != Status::kOk) good = false;
-      });
-    }
-    for (auto& thread : threads) thread.join();
+    channels_.run([&](int c) {
+      if (run({c, c + 1, nullptr}) != Status::kOk) good = false;
+    });
     return good;
   }
 
@@ -231,6 +229,7 @@ class Rank {
   const Shape& shape_;
   const SymmView symm_, buffers_;
   std::mt19937 random_;
+  Threads channels_;
 };
 
 }  // namespace

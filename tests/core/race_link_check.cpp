@@ -14,6 +14,7 @@
 
 #include "arch/target.h"
 #include "ops/link_check.h"
+#include "threads.h"
 
 namespace dcp::DCP_NS {
 LinkCheckFns link_check();
@@ -43,6 +44,7 @@ int main(int argc, char** argv) {
     ranks.emplace_back([&, rank] {
       // The last rank does not come to the last check: each of the others must say so.
       const int last = num_ranks - 1;
+      Threads kernel(1);
       for (int check = 0; check < num_checks + (rank != last); ++check) {
         const bool is_whole = check < num_checks;
         LinkResult result = {};
@@ -54,13 +56,14 @@ int main(int argc, char** argv) {
         p.wait = {is_whole ? 60000000000 : 20000000, 0, 20, 20, nullptr, nullptr};
         p.result = &result;
         // As a host does beside a device: it looks at the nonce, then reads the rest.
-        std::thread kernel([&] {
+        const std::function<void(int)> run = [&](int) {
           if (DCP_NS::link_check().run(p, {0, 1, nullptr}) != Status::kOk) good = false;
-        });
+        };
+        kernel.start(run);
         while (DCP_NS::arch::load_acquire_sys(&result.nonce) != p.nonce) std::this_thread::yield();
         const uint64_t found = result.no_flag | result.wrong_pattern | result.no_echo |
                                result.no_multicast_flag | result.wrong_multicast_pattern;
-        kernel.join();
+        kernel.wait();
         const bool names_last = (result.no_flag & result.no_echo) >> last != 0;
         if (is_whole ? found != 0 : !names_last) {
           std::fprintf(stderr, "rank %d check %d: wrong result\n", rank, check);

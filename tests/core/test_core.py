@@ -105,7 +105,7 @@ RACE, NUMBERS_WRONG = 66, 1
 def build_race_programs(folder: Path, sources: list[Path]) -> dict[int, Path]:
     """A race program for CTAs of 1 thread (as it is shipped), 2 and 32 threads; the last one goes as GPUs do: a head
     is merged by all lanes of a group, flags of all peers are raised side by side."""
-    common = ["-O1", "-fsanitize=thread", f"-I{HERE}", "-include", "mutation.h"]
+    common = ["-Og", "-fsanitize=thread", f"-I{HERE}", "-include", "mutation.h"]
 
     def build(threads: int) -> Path:
         several = ['-DDCP_CPU_CTA="cta_threads.h"', f"-DDCP_CTA_THREADS={threads}"] if threads > 1 else []
