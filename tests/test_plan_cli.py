@@ -163,6 +163,8 @@ def test_too_little_memory_is_a_warning(capsys: pytest.CaptureFixture[str]) -> N
     [
         ("--dcp 3 --available-gib 1", "plan: dcp must divide tp=8 (got 3)"),
         ("--tp 7 --available-gib 1", "plan: tp must divide num_heads=96 (got 7)"),
+        ("--model mla --num-layers 3 --kv-lora-rank 8 --qk-rope-head-dim 8 --tp 1000000000000 --max-model-len 9 --available-gib 1",
+         "tp must be at most 65536 (got 1000000000000)"),
         ("--available-gib -3", "--available-gib must be above 0 GiB"),
         ("--available-gib 0", "--available-gib must be above 0 GiB"),
         ("--available-gib nan", "--available-gib must be a finite number"),
@@ -180,6 +182,7 @@ def test_too_little_memory_is_a_warning(capsys: pytest.CaptureFixture[str]) -> N
         ("--hbm-gib 100", "must leave something of the GPU's memory"),
         ("--hbm-gib 300 --utilisation 1.5", "utilisation must be above 0 and at most 1 (got 1.5)"),
         ("--hbm-gib 300 --tp 16", "the weights of a rank must be given (--weights-gib)"),
+        ("--hbm-gib 300 --num-layers 12 --state-layers 35", "the weights of a rank must be given (--weights-gib)"),
         ("--model gpt-2 --available-gib 1", "--model must be one of kimi-k3, deepseek-v3, kimi-k2, qwen3-235b, mla, gqa"),
         ("--model mla --available-gib 1", "--num-layers must be given for --model mla (got none)"),
         ("--model mla --num-layers 3 --available-gib 1", "--kv-lora-rank must be given for --model mla"),
@@ -253,8 +256,7 @@ def test_what_the_chart_shows() -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    from dcpkernels.cli import parser
-    from dcpkernels.cli import plan_figure
+    from dcpkernels.cli import parser, plan_figure
 
     args = parser().parse_args(shlex.split(f"{PUBLISHED} --baseline-gib 25.12"))
     shown = plan.perform(args)

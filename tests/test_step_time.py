@@ -312,6 +312,7 @@ def test_json_takes_all_of_it() -> None:
         (lambda: B300.break_even(1, 1), "step_time: dcp must be at least 2"),
         (lambda: B300.best_dcp(1, 0), "step_time: context must be"),
         (lambda: replace(B300, tp=7), "step_time: num_heads must be divisible by tp=7 (got 96)"),
+        (lambda: replace(B300, tp=2**20, num_heads=2**20), "step_time: tp must be at most 65536 (got 1048576)"),
         (lambda: replace(B300, num_layers=0), "step_time: num_layers must be"),
         (lambda: replace(B300, hardware="b300"), "step_time: hardware must be a Hardware (got 'b300')"),
         (lambda: replace(KNOWN, memory_bandwidth=0), "hardware: memory_bandwidth must be a number above 0 (got 0)"),

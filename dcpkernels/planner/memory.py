@@ -10,7 +10,7 @@ from typing import Any
 
 from dcpkernels.planner.cache_layout import CacheLayout
 from dcpkernels.planner.checks import GIB, Number, decimal, fail, gib, whole
-from dcpkernels.planner.models import ModelSpec
+from dcpkernels.planner.models import MODELS, ModelSpec
 from dcpkernels.region_layout import RegionLayout, align_up, engine_rows
 
 # GiB of weights on each rank, by model and TP. Kimi-K3: experts in MXFP4 and all else in bf16, sharded as vLLM does it:
@@ -24,10 +24,12 @@ _OUT_BYTES = 2  # attention's partial output is bf16
 
 
 def known_weights_gib(model: ModelSpec, tp: int) -> Decimal:
-    """Raises DcpInvalidArgument when they are not known."""
+    """Of all of a built-in model: a stage of it, with other numbers of layers, has others. Raises DcpInvalidArgument when
+    they are not known."""
     known = KNOWN_WEIGHTS_GIB.get((model.name, tp))
-    if known is None:
-        fail("the weights of a rank must be given (--weights-gib)", f"{model.name} at tp={tp}, whose are not known")
+    if known is None or model != MODELS.get(model.name):
+        layers = f"{model.num_attention_layers} + {model.num_state_layers} layers of {model.name}"
+        fail("the weights of a rank must be given (--weights-gib)", f"{layers} at tp={tp}, whose are not known")
     return known
 
 

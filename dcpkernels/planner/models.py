@@ -13,6 +13,7 @@ STATE_DTYPES = {"fp32": 4, "bf16": 2}
 
 _DS_MLA = (512, 64)  # the latent and rope elements that vLLM's fp8_ds_mla is laid out for
 _DS_MLA_SCALE_TOKENS = 128  # elements of the latent that share one fp32 scale
+MAX_TP = 2**16  # all sizes of groups are tried; no machine comes near
 _CONV_BYTES = 2  # of an input that the convolution keeps: the model's bf16, whatever the recurrent state is in
 
 
@@ -85,7 +86,8 @@ class ModelSpec:
 
         Raises DcpInvalidArgument with the rule that is broken.
         """
-        whole("tp", tp, 1)
+        if whole("tp", tp, 1) > MAX_TP:
+            fail(f"tp must be at most {MAX_TP}", tp)
         whole("dcp", dcp, 1)
         divides("dcp", dcp, "tp", tp)
         if self.num_heads is not None:

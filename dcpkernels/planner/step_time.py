@@ -29,6 +29,7 @@ from typing import Any
 
 from dcpkernels.errors import DcpInvalidArgument
 from dcpkernels.planner.hardware import Hardware
+from dcpkernels.planner.models import MAX_TP
 from dcpkernels.planner.ranges import Range
 
 DCP_WINS, TP_WINS, TOO_CLOSE = "dcp wins", "tp wins", "too close to call"
@@ -167,6 +168,8 @@ class StepTimeModel:
             *("query_item_bytes", "output_item_bytes", "tokens_per_sequence"),
         ):
             _check_count(name, getattr(self, name))
+        if self.tp > MAX_TP:
+            raise DcpInvalidArgument(f"step_time: tp must be at most {MAX_TP} (got {self.tp})")
         if not isinstance(self.hardware, Hardware):
             raise DcpInvalidArgument(f"step_time: hardware must be a Hardware (got {self.hardware!r})")
         if self.num_heads % self.tp:
