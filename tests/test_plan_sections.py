@@ -163,6 +163,19 @@ def test_a_mix_that_fits_at_once(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "trace, replays: 4 of 4" in captured.err
 
 
+def test_each_group_of_attention_layers_takes_its_blocks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """24 attention layers to 8 with state: three groups of 8, and a request has blocks in each."""
+    path = tmp_path / "one.csv"
+    path.write_text("timestamp_ms,input_tokens,output_tokens\n0,1000,3000\n")
+    report = result(capsys, f"{K3} --state-layers 8 --max-model-len 4000 --trace {path}")
+    assert (
+        report["state_groups"] == 1
+        and report["blocks_per_request"] == report["trace"]["by_dcp"][-1]["peak_blocks"] == 5
+    )
+    first = report["by_dcp"][0]["blocks_per_request"], report["trace"]["by_dcp"][0]["peak_blocks"]
+    assert first == (3 * 3 + 2,) * 2
+
+
 def test_a_load_is_never_rounded_up(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
     assert main(shlex.split(f"{K3} --trace {trace}")) == 0
     shown = [

@@ -164,7 +164,7 @@ def walk(requests, pool: Pool, prefill_ms_per_token: int, tpot_ms: int, tick_s: 
 
 
 def blocks_by_hand(num_tokens: int, pool: Pool) -> int:
-    return math.ceil(math.ceil(num_tokens / pool.dcp) / pool.block_tokens) + pool.state_blocks
+    return math.ceil(math.ceil(num_tokens / pool.dcp) / pool.block_tokens) * pool.attention_groups + pool.state_blocks
 
 
 def stay(request: Request, prefill_ms_per_token: int, tpot_ms: int) -> int:
@@ -181,6 +181,7 @@ def random_case(seed: int):
     pool = Pool(
         num_blocks=rng.choice((4, 9, 30, 1000)), block_tokens=rng.choice((1, 2, 5, 16)),
         state_blocks=rng.choice((0, 1, 3)), dcp=rng.choice((1, 2, 3, 8)), max_num_seqs=rng.choice((None, None, 1, 3)),
+        attention_groups=rng.choice((1, 1, 2)),
     )  # fmt: skip
     longest = rng.choice((3, 12, 60))
     arrivals = sorted(rng.randrange(rng.choice((1, 30, 300))) for _ in range(rng.randint(1, 25)))

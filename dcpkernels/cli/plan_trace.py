@@ -90,6 +90,7 @@ def _pool(capacity: Capacity) -> dict[str, int]:
         "block_tokens": capacity.block_tokens,
         "state_blocks": capacity.state_blocks,
         "dcp": capacity.dcp,
+        "attention_groups": capacity.layout.attention_groups,
     }
 
 

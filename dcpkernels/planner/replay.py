@@ -1,7 +1,7 @@
 """Plays a trace of requests against a pool of KV blocks: does this mix fit, and how much of it at a time?
 
-A request holds ceil(ceil(tokens / dcp) / block_tokens) + state_blocks blocks of every rank's pool: state blocks are
-those of layers with a state of fixed size, which DCP does not divide. From its start it holds its prompt; after the
+A request holds ceil(ceil(tokens / dcp) / block_tokens) * attention_groups + state_blocks blocks of every rank's pool: state
+blocks are those of layers with a state of fixed size, which DCP does not divide. From its start it holds its prompt; after the
 prefill it gets a token each `tpot_s`, and a block ahead of the token that needs it; `tpot_s` after the last one it
 leaves.
 
@@ -48,6 +48,7 @@ class Pool:
         state_blocks: blocks of a request besides, whatever its length.
         dcp: ranks that a request's tokens are divided over.
         max_num_seqs: requests that may run at the same time; None: any number.
+        attention_groups: blocks that hold the same tokens, each of other layers (CacheLayout.attention_groups).
 
     Raises DcpInvalidArgument for what is no whole number in its range.
     """
@@ -57,16 +58,23 @@ class Pool:
     state_blocks: int
     dcp: int
     max_num_seqs: int | None = None
+    attention_groups: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("num_blocks", 1), ("block_tokens", 1), ("state_blocks", 0), ("dcp", 1)):
+        for name, least in (
+            ("num_blocks", 1),
+            ("block_tokens", 1),
+            ("state_blocks", 0),
+            ("dcp", 1),
+            ("attention_groups", 1),
+        ):
             _check_count(name, getattr(self, name), least)
         if self.max_num_seqs is not None:
             _check_count("max_num_seqs", self.max_num_seqs, 1)
 
     def blocks(self, num_tokens: int) -> int:
         """Blocks of each rank that a request of so many tokens holds."""
-        return -(-num_tokens // (self.dcp * self.block_tokens)) + self.state_blocks
+        return -(-num_tokens // (self.dcp * self.block_tokens)) * self.attention_groups + self.state_blocks
 
     def fits(self, request: Request) -> bool:
         """Whether the request fits into the pool when it has it to itself."""
@@ -194,13 +202,14 @@ def replay(
     tpot_s: float,
     load: float = 1.0,
     max_num_seqs: int | None = None,
+    attention_groups: int = 1,
     num_samples: int = 400,
     progress: Progress | None = None,
 ) -> Replay:
     """Plays `requests` once; the head of this file has the rules.
 
     Args:
-        num_blocks, block_tokens, state_blocks, dcp, max_num_seqs: as of `Pool`.
+        num_blocks, block_tokens, state_blocks, dcp, max_num_seqs, attention_groups: as of `Pool`.
         prefill_tokens_per_s: rate at which a request's prompt is read.
         tpot_s: seconds per output token.
         load: how many times as fast requests arrive as in the trace; how long they stay does not change.
@@ -209,7 +218,7 @@ def replay(
 
     Raises DcpInvalidArgument for numbers out of range, or an empty trace.
     """
-    pool = Pool(num_blocks, block_tokens, state_blocks, dcp, max_num_seqs)
+    pool = Pool(num_blocks, block_tokens, state_blocks, dcp, max_num_seqs, attention_groups)
     _check_load(load)
     _check_count("num_samples", num_samples, 1, MAX_SAMPLES)
     timeline = _Timeline(requests, pool, prefill_tokens_per_s, tpot_s)
@@ -222,7 +231,7 @@ def replay(
         Stay(start, start + prefill, request.input_tokens, request.output_tokens)
         for request, start, prefill in zip(timeline.requests, starts, timeline.prefills_ns, strict=True)
     ]
-    held = residency(stays, timeline.tpot_ns, dcp * block_tokens, state_blocks, num_samples)
+    held = residency(stays, timeline.tpot_ns, dcp * block_tokens, state_blocks, num_samples, attention_groups)
     if progress is not None:
         progress(len(arrivals), len(arrivals))
     return Replay(
@@ -252,6 +261,7 @@ def max_load(
     prefill_tokens_per_s: float,
     tpot_s: float,
     max_num_seqs: int | None = None,
+    attention_groups: int = 1,
     p99_wait_s: float | None = None,
     tolerance: float = 0.01,
     progress: Progress | None = None,
@@ -267,7 +277,7 @@ def max_load(
 
     Raises DcpInvalidArgument as `replay` does. `progress` is called with (replays done, about how many there will be).
     """
-    pool = Pool(num_blocks, block_tokens, state_blocks, dcp, max_num_seqs)
+    pool = Pool(num_blocks, block_tokens, state_blocks, dcp, max_num_seqs, attention_groups)
     if not is_number(tolerance) or not 1e-4 <= tolerance <= 1:
         raise DcpInvalidArgument(f"replay: tolerance must be a number in 1e-4 .. 1 (got {tolerance!r})")
     if p99_wait_s is not None and (not is_number(p99_wait_s) or not 0 <= p99_wait_s <= 1e9):

@@ -71,9 +71,11 @@ class _Tally:
         del self._remainders[bisect_left(self._remainders, remainder)]
 
 
-def residency(stays: Iterable[Stay], tpot_ns: int, span: int, state_blocks: int, num_samples: int) -> Residency:
-    """Peaks and a series of at most num_samples. A block is needed for every `span` tokens of a request, begun ones
-    too, and state_blocks besides. The first output token is there when the prompt has been read; a request leaves
+def residency(
+    stays: Iterable[Stay], tpot_ns: int, span: int, state_blocks: int, num_samples: int, span_blocks: int = 1
+) -> Residency:
+    """Peaks and a series of at most num_samples. `span_blocks` blocks are needed for every `span` tokens of a
+    request, begun ones too, and state_blocks besides. The first output token is there when the prompt has been read; a request leaves
     tpot_ns after its last one.
 
     Between two departures nothing shrinks, so the most is held just before each of them, and at the end of each sample.
@@ -81,14 +83,14 @@ def residency(stays: Iterable[Stay], tpot_ns: int, span: int, state_blocks: int,
     events: list[tuple[int, int, Stay, int]] = []
     for stay in stays:
         start, decode, prompt, output = stay
-        blocks = -(-prompt // span) + state_blocks
+        blocks = -(-prompt // span) * span_blocks + state_blocks
         events.append((start, _START, stay, blocks))
         if output:
             events.append((decode, _DECODE, stay, 0))
         # Output token j is the first of its span.
         for j in range(-prompt % span + 1, output + 1, span):
-            events.append((decode + (j - 1) * tpot_ns, _GROW, stay, 1))
-            blocks += 1
+            events.append((decode + (j - 1) * tpot_ns, _GROW, stay, span_blocks))
+            blocks += span_blocks
         events.append((decode + output * tpot_ns, _LEAVE, stay, blocks))
     events.sort()
     end = events[-1][0] if events else 0
