@@ -93,7 +93,8 @@ def test_nothing_private_is_shown(tmp_path, kind):
 
 
 @pytest.mark.parametrize("word", [USER, HOST, IP, IPV6, UUID, f"GPU-{UUID}", "GPU-1a2b3c4d5e6f", PCI, "3b:00.0", MAC, f"{HOME}/a b",
-                                  "~/project-omega", "0123456789abcdef" * 3])  # fmt: skip
+                                  "~/project-omega", "fd00::5", "fe80::1", "02-42-ac-11-00-02", "file:///srv/people/x", "./project-omega/x", "../project-omega",
+                                  "0123456789abcdef" * 3])  # fmt: skip
 def test_what_is_taken_out(word):
     for text in (word, f"({word})", f"'{word}': x", f"a={word}, b", f"at {word}."):
         cleaned = scrubber().clean(text)
@@ -113,6 +114,19 @@ def test_what_is_taken_out(word):
 )
 def test_what_stays(text):
     assert Scrubber({USER: "<user>"}, public=["/opt/rocm"]).clean(text) == text
+
+
+def test_paths_with_spaces(monkeypatch):
+    """Between quotes a path ends where they do; elsewhere it is known by where Python and the home are."""
+    clean = Scrubber().clean
+    assert clean(f"[Errno 2] no such file: '{HOME} jr/project omega/x', \"/a b/c d.so\": x") == (
+        "[Errno 2] no such file: '<path>', '<path>': x"
+    )
+    monkeypatch.setattr("sys.path", ["/srv/people/zelda q/omega", "", "/usr/lib"])
+    made = Scrubber.of_this_machine({"HOME": "/srv/people/zelda q"})
+    assert made.clean(
+        "failed: /srv/people/zelda q/omega/dcpkernels/_C_cpu.so: file too short; /srv/people/zelda q/x"
+    ) == ("failed: <path>/dcpkernels/_C_cpu.so: file too short; <path>/x")
 
 
 def test_the_end_of_a_path_that_says_something():

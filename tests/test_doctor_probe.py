@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -36,6 +37,25 @@ def test_no_child_is_left():
 def test_a_table_that_cannot_be_imported():
     found = ask(["a", "b"], "tests.no_such_module:SECTIONS")
     assert [section.lost for section in found.values()] == ["the process that asked ended by exit code 1"] * 2
+
+
+def test_without_a_descriptor_or_a_working_directory(monkeypatch):
+    def refuse():
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.pipe", refuse)
+        found = ask(["well", "pid"], SECTIONS)
+    assert [section.lost for section in found.values()] == [
+        "no process could be started to ask (OSError: [Errno 24] Too many open files)"
+    ] * 2
+
+    def is_gone():
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr("sys.path", [*sys.path, ""])
+    monkeypatch.setattr("os.getcwd", is_gone)
+    assert ask(["well"], SECTIONS)["well"].lost == ""
 
 
 def test_answers_and_errors_in_their_place():

@@ -71,12 +71,24 @@ def ask(names: Sequence[str], sections: str = SECTIONS, deadline_s: float = _DEA
     """The facts of each section, or why there are none."""
     found: dict[str, Section] = {}
     while remaining := [name for name in names if name not in found]:
-        with _Child(sections, remaining) as child:
-            known, why_stopped = child.listen(deadline_s)
+        try:
+            with _Child(sections, remaining) as child:
+                known, why_stopped = child.listen(deadline_s)
+        except OSError as error:  # no descriptor or no process left for it
+            known, why_stopped = {}, f"no process could be started to ask ({describe(error)})"
         found |= known
         # Where it stopped; what comes behind is for another child.
         for name in [name for name in remaining if name not in found][:1]:
             found[name] = Section({}, lost=why_stopped)
+    return found
+
+
+def _absolute(paths: Sequence[str]) -> list[str]:
+    """Without those that begin in a working directory that is no more."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.path.abspath(path))
     return found
 
 
@@ -85,7 +97,7 @@ class _Child:
         self._out, out = os.pipe()
         command = f"from dcpkernels.cli.doctor.probe import serve; serve({out}, {sections!r}, {list(names)!r})"
         # The very dcpkernels that the parent has, wherever that came from.
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(_absolute(sys.path))}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", command],
