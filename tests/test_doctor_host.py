@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
 import pytest
 
 from dcpkernels.cli.doctor.check import FAIL, OK, WARN, ok
+from dcpkernels.cli.doctor.targets import states
 from tests.doctor_facts import NODE, finding, machine
 
 # -- this machine's limits
@@ -19,6 +21,16 @@ def test_shared_memory_that_cannot_be_had(tmp_path):
 
     found = finding("shared memory", machine(tmp_path, try_shared_memory=refuse))
     assert found.status == FAIL and "PermissionError" in found.text and "memfd_create" in found.fix
+
+
+def test_without_shared_memory_no_workspace_is_promised(tmp_path):
+    def refuse():
+        raise PermissionError(1, "Operation not permitted")
+
+    assert states(machine(tmp_path))["cpu"][0]
+    facts = machine(tmp_path, try_shared_memory=refuse)
+    assert states(facts)["cpu"] == (False, "built, not usable (see 'shared memory')")
+    assert finding("targets", facts).status == FAIL
 
 
 @pytest.mark.parametrize("what", ["seal", "send", "bytes", "listen"])
@@ -58,7 +70,7 @@ def test_shared_memory_is_really_tried(tmp_path, monkeypatch, what):
         "listen": (shared_memory.sockets, "Listener", Listener),
     }[what]
     monkeypatch.setattr(*change)
-    found = finding("shared memory", facts)
+    found = finding("shared memory", dataclasses.replace(facts))
     assert found.status == FAIL
     words = {"seal": "sealed", "send": "descriptor must arrive", "bytes": "the same bytes", "listen": "Address family"}
     assert words[what] in found.text

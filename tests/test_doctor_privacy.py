@@ -119,8 +119,8 @@ def test_what_stays(text):
 def test_paths_with_spaces(monkeypatch):
     """Between quotes a path ends where they do; elsewhere it is known by where Python and the home are."""
     clean = Scrubber().clean
-    assert clean(f"[Errno 2] no such file: '{HOME} jr/project omega/x', \"/a b/c d.so\": x") == (
-        "[Errno 2] no such file: '<path>', '<path>': x"
+    assert clean(f"[Errno 2] no such file: '{HOME} jr/project omega/x', \"/a b/c d.so\": x, '~/a b'") == (
+        "[Errno 2] no such file: '<path>', '<path>': x, '<path>'"
     )
     monkeypatch.setattr("sys.path", ["/srv/people/zelda q/omega", "", "/usr/lib"])
     made = Scrubber.of_this_machine({"HOME": "/srv/people/zelda q"})

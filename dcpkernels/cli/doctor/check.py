@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,15 @@ class Facts:
     shm_bytes: Callable[[str], int] = lambda path: os.statvfs(path).f_frsize * os.statvfs(path).f_blocks
     try_shared_memory: Callable[[], None] = _try_shared_memory
     scrubber: Scrubber = field(default_factory=Scrubber)
+
+    @cached_property
+    def shared_memory_error(self) -> Exception | None:
+        """Why ranks on CPUs could share no memory; None where they can. Tried once."""
+        try:
+            self.try_shared_memory()
+        except Exception as error:  # noqa: BLE001
+            return error
+        return None
 
     def section(self, name: str) -> Section:
         return self.sections.get(name, Section({}, lost="it was not asked"))

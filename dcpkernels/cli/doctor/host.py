@@ -34,9 +34,7 @@ def _without_path(label: str) -> str:
 
 
 def check_shared_memory(facts: Facts) -> Finding:
-    try:
-        facts.try_shared_memory()
-    except Exception as error:  # noqa: BLE001
+    if (error := facts.shared_memory_error) is not None:
         return fail(
             f"1 MiB must go from one mapping to another ({describe(error)})",
             "allow memfd_create, AF_UNIX sockets and passing descriptors in the container's seccomp profile; mount /proc",

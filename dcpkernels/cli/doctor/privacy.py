@@ -21,7 +21,7 @@ _PUBLIC = ("/dev/", "/proc/", "/sys/")
 # A path is a slash after what cannot be part of a word: and/or, 13.0/580 and $HOME/lib are none.
 _PATH = re.compile(r"(?<![\w.$/*<])(?<!<path>)(?:file:/{1,3}|\.{0,2}/|~)[^\s'\"`,;:()<>|]*")
 # Between quotes it may have spaces, and all else.
-_QUOTED_PATH = re.compile(r"(?P<quote>['\"])(?P<path>(?:\.{0,2}/|~)(?!/).*?)(?P=quote)")
+_QUOTED_PATH = re.compile(r"(?P<quote>['\"])(?P<path>(?:\.{0,2}/(?!/)|~).*?)(?P=quote)")
 _LIBRARY = re.compile(r"[\w.+-]+\.(?:so[\d.]*|py)")  # the end of a path that says something
 
 _PATTERNS = (

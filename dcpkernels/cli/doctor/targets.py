@@ -50,6 +50,8 @@ def _cpu(facts: Facts) -> tuple[bool, str]:
     isa, why = isa_of(facts)
     if why:
         return False, "built, not usable (see 'cpu')"
+    if facts.shared_memory_error is not None:
+        return False, "built, not usable (see 'shared memory')"
     return True, f"ready (variant {isa}, {num_cpus_text(facts)})"
 
 
