@@ -7,12 +7,13 @@ SIGTERM.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dcpkernels import __version__
@@ -38,8 +39,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
     except BrokenPipeError:  # of `| head`; there is nobody to tell, and Python would try again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _drop_stdout()
         return 1
+    except OSError as error:
+        if error.errno not in _OF_THE_MACHINE:
+            raise
+        _drop_stdout()
+        return _complain(error.strerror, 1)
+
+
+# What no option and no code can mend: a full disk behind stdout, too few descriptors.
+_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
+
+
+def _drop_stdout() -> None:
+    """What is still in its buffer goes nowhere."""
+    with suppress(OSError):  # there may be no descriptor left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @contextmanager

@@ -58,7 +58,7 @@ class Outputs:
         if self.markdown == STDOUT:
             print(markdown(where, sections), end="")
         elif self.markdown is not None:
-            self.markdown.write_text(markdown(where, sections))
+            output.write_text(self.markdown, markdown(where, sections))
         if self.json == STDOUT:
             print(output.to_json(rows))
         elif self.json is not None:

@@ -6,6 +6,8 @@ import importlib.util
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,24 @@ def to_json(value: Any) -> str:
     return json.dumps(finite(value), indent=2, allow_nan=False)
 
 
+def write_text(path: Path, text: str) -> None:
+    with writing(path):
+        path.write_text(text)
+
+
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(to_json(value) + "\n")
+    write_text(path, to_json(value) + "\n")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises DcpInvalidArgument where the file cannot be written after all: the disk is full, or it is no real folder."""
+    try:
+        yield
+    except OSError as error:
+        raise DcpInvalidArgument(
+            f"{path}: must be a file that can be written (got {error.strerror or error})"
+        ) from error
 
 
 def finite(value: Any) -> Any:
