@@ -265,7 +265,7 @@ def test_what_auto_does_is_said() -> None:
         (0.149, 0.151, "0.14-0.16"),
         (0, 9.96, "0-10"), (9801, 96_001, "9,800-97,000"), (0.3, 0.3, "0.3"), (1.2e6, 1.21e6, "1,200,000-1,300,000"),
         (-3.21, -3.19, "-3.3 to -3.1"), (0, 0, "0"), (20, 20.0, "20"), (99.9, 100.1, "99-110"), 
-        (1e-7, 2e-7, "0.0000001-0.0000002"),
+        (1e-7, 2e-7, "0.0000001-0.0000002"), (1e-12, 1e-12, "1e-12"), (5e-324, 1, "0-1"),
     ],
 )  # fmt: skip
 def test_two_digits_rounded_outwards(low: float, high: float, text: str) -> None:
@@ -325,6 +325,7 @@ def test_json_takes_all_of_it() -> None:
         (lambda: replace(KNOWN, gather_s=Range(-1, 1)), "hardware: gather_s must be at least 0 (got -1)"),
         (lambda: replace(KNOWN, gather_s=1e-6), "hardware: gather_s must be a Range (got 1e-06)"),
         (lambda: Range(2, 1), "range: low must be at most high (got 2 .. 1)"),
+        (lambda: Range(0, 10**400), "range: both ends must be finite numbers"),
         (lambda: Range(0, math.inf), "range: both ends must be finite numbers (got 0 .. inf)"),
         (lambda: advise(B300, "kv_gather", 1, 8), "wire: op must be one of ('query_gather', 'a2a_lse_reduce')"),
         (lambda: advise(B300, "a2a_lse_reduce", 1, 1), "step_time: dcp must be at least 2"),

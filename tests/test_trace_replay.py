@@ -108,6 +108,9 @@ HEADER = "timestamp,input_length,output_length\n"
         (HEADER + "0,1\n", "line 2: a line must have at least 3 columns (got 2)"),
         (HEADER + "0,1,1\nx,1,1\n", "line 3: the time must be a number in 0 .. 1e+13 (got x)"),
         ("\n\n" + HEADER + "\n0,0,1\n", "line 5: the input length"),
+        (HEADER + '0,"1\n0",5\n', "line 3: the input length must be a whole number in 1 .. 2147483648 (got 1 0)"),
+        ('{"timestamp": "\\u001b[31m", "input_length": 1, "output_length": 1}', "in 0 .. 1e+13 (got [31m)"),
+        ("timestamp,timestamp,input_length,output_length\n0,1,1,1\n", "line 1: a header must have timestamp once"),
         (HEADER + '0,1,"1', "a line must be CSV"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,12 +57,14 @@ class Range:
 
 
 def is_number(value: Any) -> bool:
-    """A finite int or float, and not a bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite int or float, and not a bool; an int that a float can be."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _rounded(value: float, digits: int, towards: Any) -> float:
-    if value == 0:
+    if abs(value) < sys.float_info.min * 10**digits:  # 10**exponent would be no number
         return 0.0
     exponent = math.floor(math.log10(abs(value))) - digits + 1
     # As many digits as a float is sure of come first: 0.3 / 0.1 is not to become the next number.
@@ -73,4 +76,4 @@ def _two_digits(value: float, towards: Any) -> str:
     rounded = _rounded(value, 2, towards)
     if rounded == int(rounded):
         return f"{int(rounded):,}"
-    return f"{rounded:.10f}".rstrip("0")
+    return f"{rounded:.10f}".rstrip("0") if abs(rounded) >= 1e-8 else f"{rounded:g}"

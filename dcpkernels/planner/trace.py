@@ -118,6 +118,8 @@ def _from_csv(header: str, lines: Iterable[str], line_number: int, path: str) ->
                 if form is None:
                     known = " or ".join(",".join(form[:3]) for form in FORMS)
                     raise _error(path, number, f"the first line must be a JSON object or a header with {known}", header)
+                if twice := [name for name in form[:3] if columns.count(name) > 1]:
+                    raise _error(path, number, f"a header must have {twice[0]} once", header)
                 places = [columns.index(name) for name in form[:3]]
             elif any(cell.strip() for cell in row):
                 if len(row) <= max(places):
@@ -156,7 +158,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _error(path: str, number: int, rule: str, given: Any) -> DcpInvalidArgument:
-    text = str(given).strip()
+    # One line, and nothing in it that a terminal would take for a command.
+    text = "".join(char if char.isprintable() else " " for char in str(given)).strip()
     return DcpInvalidArgument(
         f"trace: {path}, line {number}: {rule} (got {text[:60] + '...' if len(text) > 60 else text})"
     )
