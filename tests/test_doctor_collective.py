@@ -49,6 +49,15 @@ def test_collective_with_a_rank_that_hangs():
     assert found.status == FAIL and re.match(r"rank \d of 2 still running after", found.text)
 
 
+def test_ranks_that_cannot_start_are_a_failure(monkeypatch):
+    def refuse(*args, **options):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("dcpkernels.testing.run_ranks", refuse)
+    found = collective.collective("cpu", "cpu", 16)
+    assert found.status == FAIL and "16 rank processes must start (OSError: [Errno 24] Too many" in found.text
+
+
 def test_what_failed_is_not_an_echo():
     fates = {
         0: "raised DcpPeerLost: rank 1 is gone",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dcpkernels.cli.doctor.check import Facts, Finding, Result, fail, ok, result_of
+from dcpkernels.cli.doctor.probe import describe
 from dcpkernels.cli.doctor.targets import VENDORS, states
 from dcpkernels.cli.table import status
 
@@ -54,6 +55,8 @@ def collective(
             isas = run_ranks(body, num_ranks, device, mode="process", timeout_s=timeout_s)
         except RankFailure as failure:
             return fail(_what_failed(failure.fates), _FIX)
+        except OSError as error:  # no descriptor, process or memory left: what was asked for has not been checked
+            return fail(f"{num_ranks} rank processes must start ({describe(error)})", "see 'open files' and 'memory'")
     ranks = f"{num_ranks} rank process{'es' if num_ranks != 1 else ''}"
     return ok(f"all ops are right on {ranks} ({', '.join(sorted(set(isas)))})")
 
