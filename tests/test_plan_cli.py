@@ -183,6 +183,7 @@ def test_too_little_memory_is_a_warning(capsys: pytest.CaptureFixture[str]) -> N
         ("--hbm-gib 300 --utilisation 1.5", "utilisation must be above 0 and at most 1 (got 1.5)"),
         ("--hbm-gib 300 --tp 16", "the weights of a rank must be given (--weights-gib)"),
         ("--hbm-gib 300 --num-layers 12 --state-layers 35", "the weights of a rank must be given (--weights-gib)"),
+        ("--hbm-gib 300 --draft-layers 5", "(got 24 + 69 layers of kimi-k3 and 5 draft layers at tp=8, whose are not known)"),
         ("--model gpt-2 --available-gib 1", "--model must be one of kimi-k3, deepseek-v3, kimi-k2, qwen3-235b, mla, gqa"),
         ("--model mla --available-gib 1", "--num-layers must be given for --model mla (got none)"),
         ("--model mla --num-layers 3 --available-gib 1", "--kv-lora-rank must be given for --model mla"),

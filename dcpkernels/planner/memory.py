@@ -23,12 +23,13 @@ CHUNK_TOKENS = 64 * 1024  # of a chunk of prefill context, before it is rounded 
 _OUT_BYTES = 2  # attention's partial output is bf16
 
 
-def known_weights_gib(model: ModelSpec, tp: int) -> Decimal:
-    """Of all of a built-in model: a stage of it, with other numbers of layers, has others. Raises DcpInvalidArgument when
+def known_weights_gib(model: ModelSpec, tp: int, draft_layers: int = 0) -> Decimal:
+    """Of all of a built-in model: a stage of it, with other numbers of layers, has others, and a draft model adds its own. Raises DcpInvalidArgument when
     they are not known."""
     known = KNOWN_WEIGHTS_GIB.get((model.name, tp))
-    if known is None or model != MODELS.get(model.name):
-        layers = f"{model.num_attention_layers} + {model.num_state_layers} layers of {model.name}"
+    if known is None or draft_layers or model != MODELS.get(model.name):
+        drafts = f" and {draft_layers} draft layers" if draft_layers else ""
+        layers = f"{model.num_attention_layers} + {model.num_state_layers} layers of {model.name}{drafts}"
         fail("the weights of a rank must be given (--weights-gib)", f"{layers} at tp={tp}, whose are not known")
     return known
 
@@ -151,11 +152,13 @@ def memory_budget(
     `workspace` as in workspace_region; utilisation 0.9 is vLLM's default.
 
     Raises DcpInvalidArgument for a number that cannot be, weights that are not known, or when nothing is left."""
+    if weights_gib is None:
+        weights_gib = known_weights_gib(model, tp, layout.attention_layers - model.num_attention_layers)
     region = workspace_region(model, layout, tp=tp, kv_dtype=kv_dtype, **workspace)
     return MemoryBudget(
         hbm_bytes=gib(hbm_gib, "the GPU's memory", above_zero=True),
         utilisation=decimal("utilisation", utilisation),
-        weights_bytes=gib(known_weights_gib(model, tp) if weights_gib is None else weights_gib, "weights"),
+        weights_bytes=gib(weights_gib, "weights"),
         workspace_bytes=0 if region is None else region.num_bytes,
         other_bytes=gib(other_gib, "other memory"),
     )
