@@ -11,6 +11,7 @@ a launch, so here it is few launches and not few passes.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -120,6 +121,9 @@ class FewLaunches(PackedAllToAll):
 class SymmetricBuffer:
     """A tensor on each rank, which all ranks can load: torch's symmetric memory, private to torch up to 2.13 at least.
 
+    It is an allocation of its own, as `heap.torch_symmetric` has it: `symm_mem.empty` may take from a pool, and
+    `get_buffer` counts from the beginning of an allocation. (That is the tensor's while pools are not split, as in 2.13.)
+
     One kernel for the barrier; it orders what was stored before it on one rank before what is loaded after it on another,
     as torch's own all-gather needs it (`_low_contention_all_gather` in torch/distributed/_symmetric_memory).
     """
@@ -128,7 +132,10 @@ class SymmetricBuffer:
         """Collective: uint8, zeros, on torch's default device."""
         symm_mem = _symmetric_memory()
         self.rank, self.num_ranks = group.rank(), group.size()
-        self.own = symm_mem.empty(tuple(shape), dtype=torch.uint8, device=torch.get_default_device()).zero_()
+        own = symm_mem._SymmetricMemory.empty_strided_p2p(
+            (math.prod(shape),), (1,), torch.uint8, torch.get_default_device()
+        )
+        self.own = own.zero_().view(tuple(shape))
         try:
             self._handle = symm_mem.rendezvous(self.own, group)
         except RuntimeError as error:
