@@ -68,12 +68,18 @@ def use_host() -> None:
         _sleep=lambda cycles: time.sleep(cycles / 1e9),
     )
     measure_gpu.torch = SimpleNamespace(cuda=cuda)
-    measure_gpu.captured = lambda call, num_calls: lambda: [call() for _ in range(num_calls)]
+    measure_gpu.captured = captured
     floor_gpu.Copies = lambda *args: SimpleNamespace(num_bytes=1000)
     floor_gpu.samples_us = lambda num_bytes, *args: [num_bytes / 100] * 20
     bench.for_device = lambda name, mode: HostBench(mode or "eager")
     baselines.opened = lambda *args, mpi_job, device: baselines_gpu.opened(*args, device=device)
     baselines_gather.exchanges = exchanges_on_gpu
+
+
+def captured(call: Callable[[], object], num_calls: int) -> Callable[[], object]:
+    for _ in range(measure_gpu._WARMUP_CALLS):
+        call()
+    return lambda: [call() for _ in range(num_calls)]
 
 
 @contextlib.contextmanager
@@ -104,6 +110,7 @@ FEW = {"iters": 4, "warmup": 1, "turn": 2}
         (replace(MERGE, **FEW), 1),
         (replace(MERGE, mode="graph", skew_us=20.0, **FEW), 1),
         (replace(QUERY, **FEW), 1),
+        (replace(QUERY, mode="graph", skew_us=20.0, baselines=(), **FEW), 1),
         (replace(QUERY, mode="graph", burst=5, parts=(12, 4), quantise=True, **FEW), 5),
         (replace(KV, skew_us=20.0, **FEW), 1),
     ],
@@ -210,4 +217,5 @@ def test_what_cannot_be_had_on_a_gpu(args: list[str], text: str, capsys: pytest.
 def test_the_release_is_timed_where_nothing_else_is_between_calls() -> None:
     op = replace(QUERY, mode="graph")
     assert op.releases and "with its release" in op.describe()
+    assert replace(op, skew_us=5.0).releases  # the calls before a capture
     assert not QUERY.releases and "release" not in QUERY.describe()

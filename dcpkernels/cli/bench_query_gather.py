@@ -39,8 +39,9 @@ class QueryGather(Gather):
 
     @property
     def releases(self) -> bool:
-        """Whether a call is timed with the release of its query: there is nothing else between the calls of a sample."""
-        return self.num_calls > 1
+        """Whether a call is timed with the release of its query: there is nothing else between the calls of a sample, nor
+        between those that come before a capture."""
+        return self.num_calls > 1 or self.mode == "graph"
 
     @property
     def out_dtype(self) -> torch.dtype:
