@@ -332,6 +332,29 @@ def test_a_result_that_goes_wrong_while_it_is_timed_ends_the_run(op: Going) -> N
         bench.measure_row(op, 2, op.sizes[0], bench.check(op))
 
 
+class Alternating(TinyQuery):
+    """Every other call, from the second one on, does nothing: as if two buffers took turns, and one were never filled."""
+
+    @contextmanager
+    def opened(self, workspace: Any, *args: Any) -> Iterator[Subject]:
+        with super().opened(workspace, *args) as subject:
+            right, kept = subject.candidates["gloo"], []
+
+            def candidate() -> torch.Tensor:
+                kept.append(right().clone() if len(kept) % 2 == 0 else kept[-1])
+                return kept[-1]
+
+            subject.candidates["gloo"] = candidate
+            yield subject
+
+
+def test_what_is_wrong_in_every_other_call_is_found() -> None:
+    """A turn has as many of these as of the others: the last call that is timed is a right one."""
+    op = Alternating(baselines=("gloo",), iters=2, warmup=1, turn=2)
+    with pytest.raises(DcpError, match=r"bench: gloo must be equal .* before it is timed"):
+        bench.measure_row(op, 2, op.sizes[0], bench.check(op))
+
+
 @pytest.mark.parametrize("burst", [1, 2])
 def test_zero_copy_buffers_have_the_same_stamp_on_all_ranks(burst: int) -> None:
     """Which of its two buffers a rank gets depends on its peers. In a burst nobody could write the second one anew."""

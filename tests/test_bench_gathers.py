@@ -121,8 +121,10 @@ class Broken(BenchOp):
                 return out
 
             def wrong_exchange() -> None:
-                subject.bare[self.broken].packed.view(torch.uint8).view(-1)[7] ^= 1
+                packed = subject.bare[self.broken].packed.view(torch.uint8).view(-1)
+                packed[7] ^= 1
                 right()
+                packed[7] ^= 1  # it may be the input of all
 
             if workspace.rank == 1:
                 subject.candidates[self.broken] = wrong_exchange if is_exchange(self.broken) else wrong

@@ -16,7 +16,7 @@ from dcpkernels.cli import baselines, bench_report, bench_table, machine, measur
 from dcpkernels.cli.bench_a2a_lse_reduce import A2aLseReduce
 from dcpkernels.cli.bench_device import Times, for_device
 from dcpkernels.cli.bench_kv_gather import KvGather
-from dcpkernels.cli.bench_op import OURS, BenchOp, Kept
+from dcpkernels.cli.bench_op import OURS, BenchOp, Kept, Subject
 from dcpkernels.cli.bench_query_gather import QueryGather
 from dcpkernels.cli.progress import Progress, RowBars
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
@@ -234,10 +234,11 @@ def _rank(
         op.opened(workspace, group, size, mpi_job) as subject,
     ):
         device.bind_rank()
-        errors = _largest_of_all_ranks(subject.check(), group)
+        barrier = measure.Barrier(workspace)
+        checks = subject.check(), _check_again(subject, barrier)
+        errors = _largest_of_all_ranks({name: _largest([check[name] for check in checks]) for name in checks[0]}, group)
         if any(not error <= op.MAX_ERROR for error in errors.values()):
             return Samples({}, [], errors, {})
-        barrier = measure.Barrier(workspace)
         candidates = {name: Kept(candidate) for name, candidate in subject.candidates.items()}
         times = device.take_turns(
             candidates,
@@ -252,6 +253,17 @@ def _rank(
         )
         last_errors = subject.check_last({name: candidate.result for name, candidate in candidates.items()})
         return Samples(times, device.floor_samples_us(op.num_bytes(num_ranks, size), barrier), errors, last_errors)
+
+
+def _check_again(subject: Subject, barrier: measure.Barrier) -> dict[str, float]:
+    """Of the next input: where two buffers take turns, the last call that is timed has one of them, and this the other."""
+    results = {}
+    for name, candidate in subject.candidates.items():
+        barrier()
+        subject.produce(name)
+        barrier()
+        results[name] = candidate()
+    return subject.check_last(results)
 
 
 def _largest_of_all_ranks(errors: dict[str, float], group: torch.distributed.ProcessGroup) -> dict[str, float]:
