@@ -152,6 +152,8 @@ def test_places_hand_out_their_environment_and_end_with_the_job(
     with openmpi.job(3) as folder:
         places = [json.loads(Path(folder, str(rank)).read_text())["PLACE"] for rank in range(3)]
         assert places == ["0", "1", "2"] and len(processes_with(folder)) == 4
+        # Ctrl-C at a terminal, which all of its session's processes get, ends none of them.
+        assert os.getsid(0) not in {os.getsid(pid) for pid in processes_with(folder)}
     assert processes_with(folder) == [] and not Path(folder).exists()
     with pytest.raises(ValueError, match="on purpose"), openmpi.job(1) as folder:
         raise ValueError("on purpose")

@@ -58,7 +58,11 @@ def job(num_ranks: int) -> Iterator[str]:
         os.mkfifo(stay_path)
         stay = os.open(stay_path, os.O_RDWR)  # no process that is started from here inherits it
         with open(os.path.join(folder, "output"), "w") as output:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            # In a session of its own: Ctrl-C at a terminal goes to this process, which ends the job. An mpirun that ends
+            # before the ranks lets each of them complain of a lost server.
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
         try:
             _wait_for_places(process, num_ranks, Path(folder))
             yield folder
