@@ -206,6 +206,7 @@ def test_other_machines_and_other_circumstances() -> None:
         ({"cpu": "Another"}, "THE MACHINES DIFFER (cpu A processor against Another)"),
         ({"cpus": 4}, "THE MACHINES DIFFER (cpus 2 against 4)"),
         ({"gpu": "One"}, "THE MACHINES DIFFER (gpu unknown against One)"),
+        ({"nccl": "2.28"}, "not the same in both: nccl unknown against 2.28"),
         ({"torch": "2.14"}, "not the same in both: torch 2.13.0 against 2.14"),
     ],
 )

@@ -15,7 +15,7 @@ from dcpkernels.cli.bench_report import Outputs, Section
 from dcpkernels.cli.bench_rows import DEFAULTS, Row, in_words, value_of
 from dcpkernels.errors import DcpError, DcpInvalidArgument
 
-_SOFTWARE = ("python", "torch", "dcpkernels", "mpi", "isa", "num_iters", "warmup_turns", "seed")
+_SOFTWARE = ("python", "torch", "dcpkernels", "mpi", "nccl", "isa", "num_iters", "warmup_turns", "seed")
 _LEAST_NOISE = 1.05  # never is less called a change
 _FEW = 3  # ratios of peers of which a common part cannot be told from their spread
 
