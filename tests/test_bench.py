@@ -47,6 +47,8 @@ def test_a_sweep_is_one_op_for_each_combination() -> None:
 
 def test_a_sweep_has_nothing_twice() -> None:
     assert len(ops_of("kv_gather --dtype e4m3,bf16,e4m3 --skew-us 0,0.0")) == 2
+    (op,) = ops_of("query_gather --ranks 4,2,4 --tokens 8,8 --baselines gloo,gloo --parts 64,64")
+    assert (op.ranks, op.tokens, op.baselines, op.parts) == ((4, 2), (8,), ("gloo",), (64, 64))
 
 
 def test_rows_of_a_sweep_say_all_that_varies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,6 +139,8 @@ def test_a_request_that_cannot_be_served(options: list[str], text: str, capsys: 
         (["a2a_lse_reduce", "--packet-bytes", "8,12"], "must be of 8, 16, 128 (got 12)"),
         (["a2a_lse_reduce", "--wire", "push"], "must be of auto, bulk, packet (got push)"),
         (["kv_gather", "--skew-us", "5,-1"], "must be a finite number of at least 0 (got -1)"),
+        (["kv_gather", "--seed", "-1"], "must be in 0 .. 2**31 - 1 (got -1)"),
+        (["kv_gather", "--seed", "99999999999999999999"], "must be in 0 .. 2**31 - 1 (got 99999999999999999999)"),
         (["kv_gather", "--skew-us", "five"], "invalid list of microseconds value"),
         (["all", "--tokens", "2"], "unrecognized arguments: --tokens"),
     ],

@@ -52,10 +52,14 @@ def from_args(args: argparse.Namespace) -> list[BenchOp]:
 def _sweep(kind: type[BenchOp], args: argparse.Namespace) -> list[BenchOp]:
     given = {field.name: getattr(args, field.name, None) for field in fields(kind)}
     options = {name: value for name, value in given.items() if value is not None} | {
-        "baselines": tuple(name for name in args.baselines or _BASELINES.get(args.device, ()) if name != "none"),
+        "baselines": tuple(
+            name for name in dict.fromkeys(args.baselines or _BASELINES.get(args.device, ())) if name != "none"
+        ),
         "isa": None if args.isa == "auto" else args.isa,
         "warmup": max(args.warmup, 1),
     }
+    for name in {"ranks", kind.SIZES} & options.keys():  # named twice it is one row still
+        options[name] = tuple(dict.fromkeys(options[name]))
     swept = {name: options.pop(name) for name in kind.SWEEPS if name in options}
     for name, values in swept.items():
         _require_some(name, values)
