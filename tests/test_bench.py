@@ -23,6 +23,7 @@ from dcpkernels.cli.bench_device import Times
 from dcpkernels.cli.bench_kv_gather import KvGather
 from dcpkernels.cli.bench_op import OURS, BenchOp, Kept, Subject
 from dcpkernels.cli.bench_query_gather import QueryGather
+from dcpkernels.cli.verify import rank_inputs
 from dcpkernels.errors import DcpError, DcpUnsupported
 from dcpkernels.testing import run_ranks
 
@@ -334,6 +335,40 @@ def test_a_result_that_goes_wrong_while_it_is_timed_ends_the_run(op: Going) -> N
     text = rf"bench: {op.broken} must be (equal|within) .* after it was timed \(got .* at {op.SIZE}={op.sizes[0]}, 2"
     with pytest.raises(DcpError, match=text):
         bench.measure_row(op, 2, op.sizes[0], bench.check(op))
+
+
+class OldLses(TinyMerge):
+    """In gloo's calls from the third one on, those that rank 1 has sent are of the one before. (If those of all ranks were,
+    the merge would be the same.)"""
+
+    @contextmanager
+    def opened(self, workspace: Any, *args: Any) -> Iterator[Subject]:
+        with super().opened(workspace, *args) as subject:
+            gloo, lses = subject._others["gloo"], []
+            pack = gloo.pack
+
+            def pack_old(partial_out: torch.Tensor, partial_lse: torch.Tensor) -> None:
+                lses.append(partial_lse.clone())
+                pack(partial_out, lses[-2] if len(lses) > 2 and workspace.rank == 1 else partial_lse)
+
+            gloo.pack = pack_old
+            yield subject
+
+
+def test_lses_of_an_earlier_call_are_found() -> None:
+    op = OldLses(baselines=("gloo",), iters=2, warmup=1, turn=2)
+    with pytest.raises(DcpError, match=r"bench: gloo must be within .* after it was timed"):
+        bench.measure_row(op, 2, op.sizes[0], bench.check(op))
+
+
+def test_lses_are_shifted_without_being_rounded() -> None:
+    _, plain = rank_inputs(0, 64, 96, 1, torch.bfloat16, seed=0)
+    lse = plain.clone()
+    for before, stamp in ((0, 1), (1, 63), (63, 64), (64, 5 * 64 + 17)):
+        stamps.shift_lse(lse, before, stamp)
+        assert torch.equal(lse.double(), plain.double() + stamp % 64)
+    stamps.shift_lse(lse, 17, 0)
+    assert torch.equal(lse, plain)
 
 
 class Alternating(TinyQuery):

@@ -114,7 +114,7 @@ class _Merge(Subject):
                 if baselines.is_exchange(name)
                 else partial(other, self._partial_out, self._partial_lse, self._outs[name])
             )
-        self._stamp = 0
+        self._stamp = self._lse_stamp = 0
         self._stamp_of: dict[str, int] = {}  # of what the last call of a candidate has read
         self._stamp_in = {self._partial_out.data_ptr(): 0}  # of what lies at an address
         # In a burst a zero-copy call may get either of two buffers, and there is no time to write it anew.
@@ -124,12 +124,12 @@ class _Merge(Subject):
     def produce(self, name: str) -> None:
         self._stamp += self._stamps_step
         self._stamp_of[name] = self._stamp
-        if name == OURS:
-            stamps.stamp_signs(*self._restamped(self._ours.take_input()))
-        elif baselines.is_exchange(name):
+        if baselines.is_exchange(name):
             stamps.stamp_bytes(*self._restamped(self._others[name].packed))
-        else:
-            stamps.stamp_signs(*self._restamped(self._partial_out))
+            return
+        stamps.stamp_signs(*self._restamped(self._ours.take_input() if name == OURS else self._partial_out))
+        stamps.shift_lse(self._partial_lse, self._lse_stamp, self._stamp)
+        self._lse_stamp = self._stamp
 
     def _restamped(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """A tensor, and what it has to be stamped with to have the current stamp."""

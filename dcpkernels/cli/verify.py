@@ -8,6 +8,7 @@ import torch
 
 import dcpkernels
 from dcpkernels import reference
+from dcpkernels.cli import stamps
 from dcpkernels.testing import error_bound, max_err_over_bound, merge_inputs
 
 _HARD_KINDS = ("dominant", "empty", "all_empty")
@@ -22,13 +23,14 @@ def rank_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """partial_out [T, H, D] and natural-log partial_lse [T, H] fp32 of one rank, which any other can make as well.
 
-    No shard is empty, which is the dear case: every payload is moved and merged. The LSEs of a row are within 12.
+    No shard is empty, which is the dear case: every payload is moved and merged. The LSEs of a row are within 12, and can
+    be shifted (`stamps.shift_lse`).
     """
     shared = torch.Generator().manual_seed(seed * _SEEDS_PER_RUN + _SEEDS_PER_RUN - 1)
     own = torch.Generator().manual_seed(seed * _SEEDS_PER_RUN + rank)
     height = torch.randn(num_tokens, num_heads, generator=shared) * 20
     lse = height + torch.rand(num_tokens, num_heads, generator=own) * _LSE_SPREAD
-    return torch.randn(num_tokens, num_heads, head_dim, generator=own).to(dtype), lse
+    return torch.randn(num_tokens, num_heads, head_dim, generator=own).to(dtype), stamps.for_shifts(lse)
 
 
 class Truth(NamedTuple):
