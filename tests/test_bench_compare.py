@@ -258,6 +258,13 @@ def test_markdown_on_stdout_is_alone_there(tmp_path: Path, capsys: pytest.Captur
     assert out.startswith("old: ") and out.count("| ") > 40 and "query_gather, 2 ranks" not in err
 
 
+def test_a_gate_needs_a_case_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = files(tmp_path, run_of(), run_of(9.0, num_heads=12))
+    assert main(["bench", "--compare", *paths]) == 0
+    assert main(["bench", "--compare", *paths, "--fail-above", "1.1"]) == 2
+    assert "with --fail-above, files must have a case in common (got none)" in capsys.readouterr().err
+
+
 def test_files_without_a_common_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--compare", *files(tmp_path, [], [row_of()]), "--markdown", str(tmp_path / "md")]) == 0
     out = capsys.readouterr().out

@@ -157,8 +157,8 @@ def words_of(case: Case, keys: Sequence[str] | None = None) -> str:
 
 
 def run(old_path: Path, new_path: Path, outputs: Outputs, *, fail_above: float | None = None) -> int:
-    """The command. Raises DcpInvalidArgument for files that are none of the bench's, DcpError for a ratio above
-    `fail_above` that is beyond the noise."""
+    """The command. Raises DcpInvalidArgument for files that are none of the bench's, and with `fail_above` for those that
+    have nothing in common; DcpError for a ratio above `fail_above` that is beyond the noise."""
     outputs.require()
     old, new = bench_rows.load(old_path), bench_rows.load(new_path)
     comparison = compare(old, new)
@@ -180,6 +180,8 @@ def run(old_path: Path, new_path: Path, outputs: Outputs, *, fail_above: float |
     for line in only:
         outputs.say(line)
     outputs.write("\n\n".join([*where.splitlines(), *only]), [section], _as_json(comparison, differences))
+    if fail_above is not None and not comparison.pairs:  # or a gate would be open for good once a case has a new name
+        raise DcpInvalidArgument("bench: --compare: with --fail-above, files must have a case in common (got none)")
     worse = [pair for pair in comparison.pairs if comparison.verdict(pair) == "slower"]
     if fail_above is not None and (above := [pair for pair in worse if pair.judged > fail_above]):
         worst = max(above, key=lambda pair: pair.judged)
