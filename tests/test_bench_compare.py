@@ -311,12 +311,22 @@ def without(key: str) -> str:
         (json.dumps([row_of(baselines=["gloo"])]), "must have baselines by name in every row (got ['gloo'] at index 0)"),
         (json.dumps([row_of(baselines={"gloo": {"median_us": 1.0}})]), "for p99_us (got None at index 0, gloo)"),
         (json.dumps([row_of(), row_of()]), "each row of a file must be another case (got rows 0 and 1 alike in the new one"),
+        ("[" * 100_000, "must be JSON (got maximum recursion depth exceeded"),
+        (json.dumps([row_of() | {"median_us": 10**400}]), "a time above 0 for median_us (got 1000"),
     ],
 )  # fmt: skip
 def test_bad_files(bad: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--compare", *files(tmp_path, run_of(), bad)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("dcpkernels: error: bench: ") and text in line
+
+
+def test_objects_among_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing that today's bench writes, and told apart all the same."""
+    for kind, same in (("a", True), ("b", False)):
+        old, new = ([row_of(wire={"kind": of}, parts=[{"size": 8}])] for of in ("a", kind))
+        assert main(["bench", "--compare", *files(tmp_path, old, new)]) == 0
+        assert ("no row is of the same case" in capsys.readouterr().out) != same
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ A row may come from an older or a newer bench: keys may be missing, and there ma
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ DEFAULTS: Row = {
     "mode": "eager",
     "calls_per_sample": 1,
 }
+_MOST = 1e15  # of a time in us or a number of samples: 30 years; ratios and logarithms of more may be no numbers
 _REQUIRED = ("op", "num_ranks", "median_us", "p99_us")
 
 
@@ -57,6 +57,8 @@ def value_of(row: Row, key: str) -> Any:
 
 
 def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return json.dumps(value, sort_keys=True)
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
@@ -93,10 +95,10 @@ def load(path: Path) -> list[dict[str, Any]]:
         return DcpInvalidArgument(f"bench: {path} must {must} (got {got})")
 
     try:
-        rows = json.loads(path.read_text())
+        rows = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise wrong("be a file that can be read", getattr(error, "strerror", None) or "other than UTF-8") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise wrong("be JSON", str(error)) from None
     if not isinstance(rows, list):
         raise wrong("have a list of rows, as bench --json writes it", type(rows).__name__)
@@ -122,4 +124,4 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _MOST
