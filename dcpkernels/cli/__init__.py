@@ -1,13 +1,14 @@
 """The command line: `dcpkernels demo`, `bench OP`, `plan` and `doctor`. Only this package and bench/ print.
 
-Exit codes: 0 all well, 1 a check failed or a rank did, 2 the request cannot be served (as argparse does), 130 Ctrl-C or
-SIGTERM.
+Exit codes: 0 all well, 1 a check failed or a rank did, or the result could not be written, 2 the request cannot be served
+(as argparse does), 130 Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import signal
 import sys
@@ -28,9 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. `--help`, `--version` and bad options end by SystemExit."""
     try:
         with _ended_as_by_ctrl_c():
+            _print_any_name()
             args = parser().parse_args(argv)
             exit_code = args.run(args)
-            sys.stdout.flush()  # here, where a reader that has gone is found
+            if sys.stdout is not None:  # as after `>&-`
+                sys.stdout.flush()  # here, where a reader that has gone is found, or a disk that is full
             return exit_code
     except (DcpInvalidArgument, DcpUnsupported) as error:
         return _complain(error, 2)
@@ -38,22 +41,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, 1)
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
-    except BrokenPipeError:  # of `| head`; there is nobody to tell, and Python would try again at exit
+    except BrokenPipeError:  # of `| head`; there is nobody to tell
         _drop_stdout()
         return 1
     except OSError as error:
-        if error.errno not in _OF_THE_MACHINE:
+        if error.errno not in (*_NO_ROOM, *_NO_DESCRIPTORS):
             raise
         _drop_stdout()
-        return _complain(error.strerror, 1)
+        what = "the result must be written" if error.errno in _NO_ROOM else "there must be descriptors left (ulimit -n)"
+        return _complain(f"{what} (got {error.strerror})", 1)
 
 
-# What no option and no code can mend: a full disk behind stdout, too few descriptors.
-_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
+def _print_any_name() -> None:
+    """Names of files are bytes, and terminals may know few letters: what cannot be printed is escaped, as on stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+# Of stdout in a file: those of other files are output.writing's.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 def _drop_stdout() -> None:
-    """What is still in its buffer goes nowhere."""
+    """Python would try again at exit."""
     with suppress(OSError):  # there may be no descriptor left
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from dcpkernels.cli.output import writing
+from dcpkernels.cli import output
 
 OURS, OTHER, LIMIT, INK, FAINT = "#0b7a75", "#c9762b", "#b23a48", "#22303c", "#8a97a3"
 REST = "#d5dade"
@@ -35,5 +35,5 @@ def heading(axes: Axes, text: str, detail: str) -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """A PNG by its name: matplotlib would take the format from the suffix, and the path may have another or none."""
-    with writing(path):
+    with output.writing(path):
         figure.savefig(path, format="png")

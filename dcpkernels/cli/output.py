@@ -11,15 +11,37 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dcpkernels.errors import DcpInvalidArgument, DcpUnsupported
+from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
 
 STDOUT = Path("-")
 
 
 def require_writable(option: str, path: Path | None) -> None:
     """Finds a bad place for a result before the work, not after. Raises DcpInvalidArgument."""
-    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+    if path is None:
+        return
+    try:
+        bad = path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)
+    except OSError as error:  # of a name that no file can have
+        raise DcpInvalidArgument(
+            f"{option}: must be a file's name (got {str(path)[:60]!r}...: {error.strerror})"
+        ) from None
+    if bad:
         raise DcpInvalidArgument(f"{option}: must be a file in a writable folder (got {str(path)!r})")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What only writing finds, a full disk say, is an error in one line too. Raises DcpError."""
+    try:
+        yield
+    except OSError as error:
+        raise DcpError(f"{path} must be written (got {error.strerror or error})") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    with writing(path):
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def has_matplotlib() -> bool:
@@ -35,24 +57,8 @@ def to_json(value: Any) -> str:
     return json.dumps(finite(value), indent=2, allow_nan=False)
 
 
-def write_text(path: Path, text: str) -> None:
-    with writing(path):
-        path.write_text(text)
-
-
 def write_json(path: Path, value: Any) -> None:
     write_text(path, to_json(value) + "\n")
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raises DcpInvalidArgument where the file cannot be written after all: the disk is full, or it is no real folder."""
-    try:
-        yield
-    except OSError as error:
-        raise DcpInvalidArgument(
-            f"{path}: must be a file that can be written (got {error.strerror or error})"
-        ) from error
 
 
 def finite(value: Any) -> Any:

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
+from dcpkernels.errors import DcpInvalidArgument
+
 
 def is_rich(stream: object) -> bool:
     return bool(getattr(stream, "isatty", lambda: False)()) and importlib.util.find_spec("rich") is not None
@@ -96,5 +98,5 @@ class Bar:
     ) -> None:
         if self._progress is not None:
             self._progress.stop()
-        else:
+        elif not isinstance(error, DcpInvalidArgument):  # of which one line is all there is to say
             print(f"{self._text}: {self._done:,} of {self._total:,}", file=sys.stderr)
