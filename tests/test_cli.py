@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -127,7 +129,10 @@ def _bind(group: torch.distributed.ProcessGroup) -> tuple[set[int], set[int]]:
         (["bench", "a2a_lse_reduce", "--device", "cuda", "--ranks", "48"], "a GPU for each of the 48 ranks (found"),
         (["bench", "a2a_lse_reduce", "--device", "gpu"], "device must be of cpu, cuda (got 'gpu')"),
         (["bench", "a2a_lse_reduce", "--ranks", "7"], "num_heads must be divisible by num_ranks=7 (got 96)"),
-        (["bench", "a2a_lse_reduce", "--baselines", "gloo,nccl"], "baselines must be of gloo, gloo-exchange, openmpi, openmpi-exchange (got nccl)"),
+        (
+            ["bench", "a2a_lse_reduce", "--baselines", "gloo,nccl"],
+            "baselines must be of gloo, gloo-exchange, openmpi, openmpi-exchange (got nccl)",
+        ),
         (["bench", "a2a_lse_reduce", "--tokens", ","], "tokens must name at least one number"),
         (["bench", "a2a_lse_reduce", "--ranks", ","], "ranks must name at least one number"),
         (["bench", "a2a_lse_reduce", "--json", "/nowhere/out.json"], "--json: must be a file in a writable folder"),
@@ -202,3 +207,18 @@ def test_tables_with_and_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: p
     with table.Bar("rows", 8) as bar:
         bar.update(8)
     assert "8/8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+@pytest.mark.parametrize("width", [20, 60, 80, 200])
+def test_no_number_is_cut_off_in_a_narrow_terminal(width: int, term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = ["T", "context", "TP us", "DCP 8 us", "saved us", "verdict", "blocks a request", "fastest DCP may be"]
+    rows = [["64", "1,048,576", "5,300-9,700", "690-1,300", "4,600-8,500", "too close to call", "1,733", "1/2/4/8"]]
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", term)
+    table.show(columns, rows)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+    assert " ".join(rows[0]) in [" ".join(line.split()) for line in lines]

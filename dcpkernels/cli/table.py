@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,9 @@ from dcpkernels.errors import DcpInvalidArgument
 
 
 def is_rich(stream: object) -> bool:
+    """Not on a dumb terminal, which rich takes to have 80 columns whatever it is told."""
+    if os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
+        return False
     return bool(getattr(stream, "isatty", lambda: False)()) and importlib.util.find_spec("rich") is not None
 
 
@@ -30,8 +34,11 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_column(column, justify="right", min_width=max(map(len, [*cells, *column.split()])))
     for row in rows:
         table.add_row(*row)
-    console = Console()
-    console.print(table, width=max(console.width, sum(column.min_width + 1 for column in table.columns) + 1))
+    # A table that is wider than the terminal is broken by it. Rich would cut it off, at the edge of what it takes for the
+    # terminal, and columns do not always come out as narrow as they may be.
+    least = sum(column.min_width + 1 for column in table.columns) + 1
+    width = max(Console().width, least)
+    Console(width=2 * width).print(table, width=width)
 
 
 def plain(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
