@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -469,6 +470,39 @@ def test_bars_of_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         progress.Progress(path).add_call()
     printed = capsys.readouterr().err
     assert "1/2" in printed and "row 1 of 2" not in printed
+
+
+def test_bars_leave_stdout_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where stderr is a terminal and stdout a file; and no table is printed while bars are shown."""
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "80")):
+        monkeypatch.setenv(name, value)
+    with progress.RowBars(2) as bars:
+        with bars.row("text " * 20, 1, 40) as path:
+            print("of a row")
+            counter = progress.Progress(path)
+            for _ in range(40):
+                counter.add_call()
+            time.sleep(0.3)  # so that it is seen
+        with bars.aside():
+            before = capsys.readouterr()
+            print("of the table")
+            time.sleep(0.15)  # longer than bars are left as they are
+        printed = capsys.readouterr()
+    assert "40/40" in before.err and "…" not in before.err  # in 80 columns too
+    assert before.out == "of a row\n" and printed.out == "of the table\n" and "of the table" not in printed.err
+    assert before.err.endswith("\x1b[2K") and "1/2" in printed.err  # wiped, and there again
+
+
+def test_a_row_is_named_by_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    op = A2aLseReduce(wire="auto", ranks=(2,), tokens=(4,), num_heads=8, head_dim=16, iters=1, baselines=())
+    with pytest.MonkeyPatch.context() as patch, progress.RowBars(2) as bars:
+        patch.setattr(bench, "measure_row", lambda *args, **options: ({}, {}))
+        for wire in ("auto", "packet"):
+            bench._rows(replace(op, wire=wire), "baseline", bars)
+    auto, packet = capsys.readouterr().err.splitlines()
+    assert "wire auto, 2 ranks" in auto and "wire packet, packet_bytes 8, 2 ranks" in packet
 
 
 def test_a_table_has_columns_for_what_differs() -> None:

@@ -80,11 +80,13 @@ def run(ops: Sequence[BenchOp], outputs: bench_report.Outputs) -> int:
         for _, group in groupby(zip(ops, isas, strict=True), key=lambda pair: pair[0].NAME):
             variants = list(group)
             about = _headline([op for op, _ in variants])
-            outputs.say(about)
+            with bars.aside():
+                outputs.say(about)
             of_op = [row | {"machine": host} for op, isa in variants for row in _rows(op, isa, bars)]
             for shown in bench_table.tables_of(of_op):
                 sections.append(bench_report.Section(about, shown.columns, shown.lines))
-                outputs.show(sections[-1])
+                with bars.aside():
+                    outputs.show(sections[-1])
             rows += of_op
     outputs.write(where, sections, rows)
     return 0
@@ -107,7 +109,8 @@ def _headline(variants: Sequence[BenchOp]) -> str:
 
 def _rows(op: BenchOp, isa: str, bars: RowBars) -> list[dict[str, Any]]:
     num_calls = (1 + len(op.baselines)) * measure.num_samples(op.iters, op.warmup, op.turn)
-    values = {name: getattr(op, name) for name in op.SWEEPS[1:]}
+    told = op.fields()  # of what is swept over, also what says nothing here: the bytes of packets where none are sent
+    values = {name: told.get(name, getattr(op, name)) for name in op.SWEEPS[1:]}
     swept = ", ".join([op.NAME, op.dtype, *(f"{name} {value}" for name, value in values.items() if value)])
     rows = []
     for num_ranks in op.ranks:

@@ -102,18 +102,22 @@ class RowBars:
     watching, a line for each row that is done. On stderr."""
 
     def __init__(self, num_rows: int) -> None:
-        self._num_rows, self._done = num_rows, 0
+        self._num_rows, self._done, self._began = num_rows, 0, time.monotonic()
         self._bars = None
 
     def __enter__(self) -> RowBars:  # noqa: PYI034  typing has Self from Python 3.11 on
         if table.is_rich(sys.stderr):
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+            from rich.table import Column
 
-            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-            self._bars = Progress(*columns, console=Console(stderr=True))
+            # In a narrow terminal the text is what takes two lines; what is done of how much, and the time, stay whole.
+            text = TextColumn("{task.description}", table_column=Column())
+            columns = text, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn()
+            self._bars = Progress(*columns, console=Console(stderr=True), redirect_stdout=False)
             self._bars.start()
-            self._rows = self._bars.add_task("rows", total=self._num_rows)
+            self._rows = self._bars.add_task("rows", total=self._num_rows, completed=self._done)
+            self._bars.tasks[0].start_time = self._began
         return self
 
     def __exit__(
@@ -121,6 +125,16 @@ class RowBars:
     ) -> None:
         if self._bars is not None:
             self._bars.stop()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Between rows, for what goes to stdout. Rich would draw its bars over some of that, or, asked to take care of
+        stdout, write it to stderr, which may be another place."""
+        if self._bars is not None:
+            self._bars.live.transient = True  # wiped
+            self._bars.stop()
+        yield
+        self.__enter__()
 
     @contextmanager
     def row(self, text: str, num_ranks: int, num_calls: int) -> Iterator[str]:
