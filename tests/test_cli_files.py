@@ -47,6 +47,12 @@ def test_a_disk_that_is_full(option: str, capsys: pytest.CaptureFixture[str]) ->
     assert "/dev/full must be written (got No space left on device)" in error_of(capsys)
 
 
+def test_a_folder_that_takes_no_files(capsys: pytest.CaptureFixture[str]) -> None:
+    """And says so only when one is made."""
+    assert main([*PLAN, "--json", "/proc/no-such-file"]) == 1
+    assert "/proc/no-such-file must be written (got No such file" in error_of(capsys)
+
+
 @pytest.mark.parametrize("option", ["--json", "--markdown"])
 def test_a_disk_that_is_full_for_a_comparison(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.json"

@@ -218,22 +218,6 @@ def test_options_of_the_budget_are_those_of_the_parser(capsys: pytest.CaptureFix
         assert "must come with --hbm-gib" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", ["--json /dev/full", "--json /proc/no-such-file", "--plot /dev/full"])
-def test_a_file_that_cannot_be_written_after_all(capsys: pytest.CaptureFixture[str], options: str) -> None:
-    if "--plot" in options:
-        pytest.importorskip("matplotlib")
-    assert main(shlex.split(f"{PUBLISHED} {options}")) == 2
-    assert "must be a file that can be written (got No s" in capsys.readouterr().err
-
-
-def test_a_full_disk_behind_stdout() -> None:
-    code = f"import sys; from dcpkernels.cli import main; sys.exit(main({shlex.split(PUBLISHED)!r}))"
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT, stdout=full, stderr=subprocess.PIPE,
-                              text=True, timeout=60)  # fmt: skip
-    assert (done.returncode, done.stderr) == (1, "dcpkernels: error: No space left on device\n")
-
-
 # -- around it
 
 
