@@ -122,7 +122,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     demo.add_argument("--batch", type=count, default=8, help="requests, from the longest sequence down to one that "
                       "is shorter than the number of ranks (default 8)")  # fmt: skip
     demo.add_argument("--interleave", type=count, default=1, help="consecutive tokens that a rank holds (default 1)")
-    demo.add_argument("--seed", type=seed, default=0)
+    demo.add_argument("--seed", type=seed, default=0, help="of parameters and inputs (default 0)")
     demo.add_argument("--iters", type=count, help="timed steps (default 9)")
     demo.add_argument("--quick", action="store_true", help="a context of 4096 and 3 steps, for tests")
     demo.add_argument("--device", default="cpu", help="cpu (default), or cuda: a GPU for each rank, which nobody has "

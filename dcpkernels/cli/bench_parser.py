@@ -92,7 +92,7 @@ def add(
         op.add_argument("--warmup", type=int, default=3, help="turns before those (default 3)")
         op.add_argument("--turn", type=count, default=8,
                         help="samples of a candidate in its turn; the first half settles the caches and is not timed (default 8)")  # fmt: skip
-        op.add_argument("--seed", type=seed, default=0)
+        op.add_argument("--seed", type=seed, default=0, help="of the inputs (default 0)")
         op.add_argument("--json", type=Path, metavar="FILE", nargs="?", const=Path("-"),
             help="write the rows there, as a list; without FILE to stdout, in place of the table")  # fmt: skip
         op.add_argument("--plot", type=Path, metavar="FILE",

@@ -11,6 +11,8 @@ def count(text: str) -> int:
     value = int(text.replace("_", ""))
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1 (got {value})")
+    if value >= 2**31:  # nothing has so many; ranks would find it one after the other, each with its traceback
+        raise argparse.ArgumentTypeError(f"must be at most 2**31 - 1 (got {value})")
     return value
 
 
