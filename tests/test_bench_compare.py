@@ -356,3 +356,8 @@ def test_what_argparse_answers(args: list[str], text: str, capsys: pytest.Captur
     with pytest.raises(SystemExit) as ended:
         main(["bench", *args])
     assert ended.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_a_file_without_an_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--compare", "/dev/zero", "/dev/zero"]) == 2
+    assert "/dev/zero must have at most 67,108,864 characters (got more)" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dcpkernels.cli import bench, bench_plot, bench_report, bench_rows, machine, output, main, table
+from dcpkernels.cli import bench, bench_plot, bench_report, bench_rows, machine, main, output, table
 from tests.bench_run_rows import ABOUT, MACHINE, WHERE, row_of, timed
 
 SIZES = (1, 8, 64)

@@ -382,3 +382,10 @@ def test_bad_numbers(changed, said: str) -> None:
 def test_bad_numbers_of_max_load(changed) -> None:
     with pytest.raises(DcpInvalidArgument, match="replay: "):
         max_load(REQUESTS, **{**ENGINE, "dcp": 1, **changed})
+
+
+def test_a_file_without_an_end() -> None:
+    with pytest.raises(
+        DcpInvalidArgument, match=r"trace: /dev/zero, line 1: a line must have at most 4,194,304 characters"
+    ):
+        read_trace("/dev/zero")

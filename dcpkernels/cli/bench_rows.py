@@ -84,6 +84,9 @@ def in_words(key: str, value: Any) -> str:
     return f"{key.replace('_', ' ')} {text}"
 
 
+_MAX_CHARACTERS = 2**26  # some ten thousand rows
+
+
 def varying(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
     return [key for key in keys if len({value_of(row, key) for row in rows}) > 1]
 
@@ -95,7 +98,11 @@ def load(path: Path) -> list[dict[str, Any]]:
         return DcpInvalidArgument(f"bench: {path} must {must} (got {got})")
 
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MAX_CHARACTERS + 1)
+        if len(text) > _MAX_CHARACTERS:  # /dev/zero has no end
+            raise wrong(f"have at most {_MAX_CHARACTERS:,} characters", "more")
+        rows = json.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise wrong("be a file that can be read", getattr(error, "strerror", None) or "other than UTF-8") from None
     except (ValueError, RecursionError) as error:

@@ -32,7 +32,7 @@ def _table_of(op: str, rows: Sequence[dict[str, Any]]) -> RowTable:
     columns = ["ranks", _SIZES[size], *(_SWEPT[name] for name in swept)]
     columns += ["median us", "p99 us", "MiB moved", "floor us", "% of floor", _ERRORS[error]]
     for name in baselines:
-        columns += [f"{name} median us", f"{name} p99 us", "ratio"]
+        columns += [f"{name} median us", f"{name} p99 us", "speedup"]
     lines = []
     for row in rows:
         line = [str(row["num_ranks"]), f"{row[size]:,}", *(_value(row.get(name)) for name in swept)]

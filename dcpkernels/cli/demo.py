@@ -62,21 +62,22 @@ def run(options: DemoOptions, *, json_path: Path | None, png_path: Path | None, 
         png_path = None
     outcome = perform(options)
     report = outcome.report
+    # First what was found: a file may fail yet, on a disk that is full.
+    if to_stdout:
+        print(output.to_json(report))
+    else:
+        print(machine.one_line(report["machine"], report["isa"]))
+        table.show(*_table_of(report))
+        print(_summary(report))
     if png_path is not None:
         from dcpkernels.cli.plot import draw
 
         draw(report, outcome.times_us, png_path)
-    if to_stdout:
-        print(output.to_json(report))
-        return 0 if report["passed"] else 1
-    print(machine.one_line(report["machine"], report["isa"]))
-    table.show(*_table_of(report))
-    if json_path is not None:
+    if json_path is not None and not to_stdout:
         output.write_json(json_path, report)
-    written = ", ".join(str(path) for path in (png_path, json_path) if path is not None)
-    if written:
+    written = ", ".join(str(path) for path in (png_path, json_path) if path not in (None, output.STDOUT))
+    if written and not to_stdout:
         print(f"wrote {written}")
-    print(_summary(report))
     return 0 if report["passed"] else 1
 
 

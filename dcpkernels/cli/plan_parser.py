@@ -56,15 +56,13 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 def _add_parallel(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--tp", type=int, required=True, metavar="N", help="ranks of tensor parallelism")
-    add(
-        "--dcp", type=int, default=1, metavar="N", help="ranks that share the tokens of a request, of these (default 1)"
-    )
-    add("--interleave", type=int, default=1, metavar="N", help="consecutive tokens that one holds (default 1)")
+    add("--dcp", type=int, default=1, metavar="N", help="how many of them share the tokens of a request (default 1)")
+    add("--interleave", type=int, default=1, metavar="N", help="consecutive tokens that a rank holds (default 1)")
     add("--max-model-len", type=int, metavar="N", help="tokens of the longest request (default: the model's own)")
     add("--kv-dtype", default="fp8", metavar="TYPE", help=f"{', '.join(KV_DTYPES)} (default %(default)s)")
     add("--state-dtype", default="fp32", metavar="TYPE",
         help=f"of the recurrent state: {', '.join(STATE_DTYPES)} (default %(default)s)")  # fmt: skip
-    add("--no-prefix-caching", action="store_true", help="a request then keeps a state less in each group")
+    add("--no-prefix-caching", action="store_true", help="prefix caching is off: one state fewer per request and group")
     add("--speculative-tokens", type=int, default=0, metavar="N", help="drafts that a step verifies (default 0)")
     add("--state-blocks", type=int, metavar="N",
         help="states of a request in each group (default: 2 + N speculative tokens, 1 + N without prefix caching; vLLM "

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _TOKENS, _CONTEXTS = (1, 8, 64), (8192, 65_536, 262_144, 1_048_576)
 # Options in place of a preset's ranges: what each is, and how many of its unit make the field's.
 _RANGES = {
-    "attention": ("us", 1e-6, "attention_s", "of one call of attention, however short the context"),
-    "gather": ("us", 1e-6, "gather_s", "of one query gather, however few the bytes"),
-    "merge": ("us", 1e-6, "merge_s", "of one merge of partial outputs, however few the bytes"),
+    "attention": ("us", 1e-6, "attention_s", "least time of one call of attention, however short the context"),
+    "gather": ("us", 1e-6, "gather_s", "least time of a query gather, however few the bytes"),
+    "merge": ("us", 1e-6, "merge_s", "least time of a merge of partial outputs, however few the bytes"),
     "memory_share": ("share", 1.0, "memory_share", "of the memory's peak, at which a large batch is read"),
     "sequence_share": ("share", 1.0, "sequence_share", "the same for one sequence alone"),
     "link_share": ("share", 1.0, "link_share", "of the links' peak, at which collectives move bytes"),

@@ -44,8 +44,8 @@ PUBLISHED_SAVING_US = 136.0
 PUBLISHED_CROSSINGS = ((32 * 1024, 8, 16), (64 * 1024, 4, 8), (128 * 1024, 2, 4), (256 * 1024, 0, 1))
 
 _NOT_INHERENT = (
-    "The published -24 % per token of DCP8, one sequence of 120k tokens, is not an inherent gain of DCP: reading less "
-    "explains 1 %. The kernel without DCP left most of the device idle; one that fills it would be about even."
+    "vLLM's published -24 % per token (Kimi-K3, DCP8, one sequence of 120k tokens) is not an inherent gain of DCP: reading "
+    "less explains 1 %. The kernel without DCP left most of the device idle; one that fills it would be about even."
 )
 _NOT_MEASURED = (
     "No time here was measured with dcpkernels. With what your own machine does in place of the ranges, they become "

@@ -20,10 +20,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from dcpkernels.errors import DcpInvalidArgument
 
+MAX_LINE = 2**22  # characters; hash_ids of a long prompt take some thousand
 MAX_TOKENS = 2**31  # of a prompt or an answer: no model's context comes near
 MAX_ARRIVAL_S = 1e10  # 300 years: later ones are in another unit
 
@@ -61,7 +62,7 @@ def read_trace(path: str | PathLike[str]) -> list[Request]:
     """
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            requests = list(_requests(file, str(path)))
+            requests = list(_requests(_lines(file, str(path)), str(path)))
     except UnicodeDecodeError as error:
         raise DcpInvalidArgument(
             f"trace: a file must be UTF-8 text (got {path}, byte {error.start}: {error.reason})"
@@ -73,6 +74,16 @@ def read_trace(path: str | PathLike[str]) -> list[Request]:
     requests.sort(key=lambda request: request.arrival_s)
     first_s = requests[0].arrival_s
     return [Request(request.arrival_s - first_s, request.input_tokens, request.output_tokens) for request in requests]
+
+
+def _lines(file: TextIO, path: str) -> Iterator[str]:
+    """A file without an end, /dev/zero say, has no line either."""
+    number = 0
+    while line := file.readline(MAX_LINE + 1):
+        number += 1
+        if len(line) > MAX_LINE:
+            raise _error(path, number, f"a line must have at most {MAX_LINE:,} characters", line)
+        yield line
 
 
 def _requests(lines: Iterable[str], path: str) -> Iterator[Request]:
