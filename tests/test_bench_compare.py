@@ -78,11 +78,19 @@ def test_noise_in_numbers() -> None:
     old, new = run_of(spread=1.3), run_of(2.0, spread=1.5)
     (pair, *_) = comparison = compare(old, new).pairs
     # 50 turns of 4 timed samples each in 200; op and peer, old and new.
-    own = math.sqrt((2 * math.log(1.3) ** 2 + 2 * math.log(1.5) ** 2) / 50)
+    own = 2.5 / 2.33 * math.sqrt((2 * math.log(1.3) ** 2 + 2 * math.log(1.5) ** 2) / 50)
     assert pair.own_noise() == pytest.approx(own) and drift_of(comparison) == 0
     assert compare(old, new).noise(pair) == pytest.approx(math.exp(own))
     more_samples = [row | {"num_iters": 800} for row in old], [row | {"num_iters": 800} for row in new]
     assert compare(*more_samples).pairs[0].own_noise() == pytest.approx(own / 2)
+
+    def halves(run: list[dict[str, Any]], share: float) -> list[dict[str, Any]]:
+        """With the middle half of the samples in so wide a range, as a share of the median."""
+        gloo = {"gloo": run[0]["baselines"]["gloo"] | {"iqr_us": 0.0}}
+        return [row | {"iqr_us": share * row["median_us"], "baselines": gloo} for row in run]
+
+    by_halves = compare(halves(old, 0.03), halves(new, 0.04)).pairs[0].own_noise()
+    assert by_halves == pytest.approx(2.5 * 0.05 / 1.349 / math.sqrt(50))
 
     shaken = [run_of(1.0, factor, factor)[i] for i, factor in enumerate((1.1, 1.2, 1.3, 1.4))]
     logs = [math.log(factor) for factor in (1.1, 1.2, 1.3, 1.4)]
@@ -308,6 +316,7 @@ def without(key: str) -> str:
         (json.dumps([row_of() | {"median_us": 0}]), "a time above 0 for median_us (got 0 at index 0)"),
         (json.dumps([row_of(floor_us="7")]), "a number for floor_us (got '7' at index 0)"),
         (json.dumps([row_of(num_iters=-1)]), "a number for num_iters (got -1 at index 0)"),
+        (json.dumps([row_of(iqr_us=-1)]), "must have a time for iqr_us (got -1 at index 0)"),
         (json.dumps([row_of(baselines=["gloo"])]), "must have baselines by name in every row (got ['gloo'] at index 0)"),
         (json.dumps([row_of(baselines={"gloo": {"median_us": 1.0}})]), "for p99_us (got None at index 0, gloo)"),
         (json.dumps([row_of(), row_of()]), "each row of a file must be another case (got rows 0 and 1 alike in the new one"),

@@ -41,7 +41,11 @@ def test_bench_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert row["bytes"] == row["num_tokens"] * {2: 2, 4: 3}[row["num_ranks"]] * (64 * 2 + 4)
         gloo = row["baselines"]["gloo"]
         for timed in (row, gloo):
-            assert 0 < timed["median_us"] <= timed["p99_us"] and 0 < timed["max_err_over_bound"] <= 1
+            assert (
+                0 < timed["median_us"] <= timed["p99_us"]
+                and 0 <= timed["iqr_us"] <= timed["p99_us"]
+                and 0 < timed["max_err_over_bound"] <= 1
+            )
         assert 0 < row["floor_us"]
         assert row["pct_of_floor"] == pytest.approx(100 * row["floor_us"] / row["median_us"], abs=0.2)
         assert row["speedup"] == pytest.approx(gloo["median_us"] / row["median_us"], rel=0.02, abs=0.01)

@@ -162,8 +162,10 @@ def test_no_variant_that_runs(tmp_path, monkeypatch):
 
 def test_variables(tmp_path, monkeypatch):
     given = {"DCPKERNELS_TIMEOUT_S": "5", "DCPKERNELS_TARGETS": "cpu", "SECRET": "x"}
+    given["DCPKERNELS_REQUIRE_ISA"] = "1"  # has as many letters in common with DCPKERNELS_CPU_ISA as a slip
     assert finding("variables", machine(tmp_path, environ=given)) == ok(
-        "DCPKERNELS_TIMEOUT_S=5, DCPKERNELS_TARGETS is set, which only a build reads"
+        "DCPKERNELS_TIMEOUT_S=5, DCPKERNELS_REQUIRE_ISA is set, which only builds and tests read, DCPKERNELS_TARGETS is set, "
+        "which only builds and tests read"
     )
     found = finding("variables", machine(tmp_path, environ={"DCPKERNELS_TIMEOUTS": "5"}))
     assert found.status == WARN and found.text == "nobody reads DCPKERNELS_TIMEOUTS"

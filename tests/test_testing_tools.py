@@ -351,8 +351,9 @@ def test_unchanged():
 
 
 def test_summarize():
-    assert summarize([3.0, 1.0, 2.0]) == (2.0, 3.0, 3)
-    assert summarize(list(range(1, 201))) == (100.5, 198, 200)
+    assert summarize([3.0, 1.0, 2.0]) == (2.0, 3.0, 3, 1.0)
+    assert summarize(list(range(1, 201))) == (100.5, 198, 200, 99.5)
+    assert summarize([7.0]) == (7.0, 7.0, 1, 0.0)
     with pytest.raises(ValueError, match="must not be empty"):
         summarize([])
 

@@ -193,6 +193,7 @@ def measure_row(
         "seed": op.seed,
         "median_us": round(ours.median_us, 3),
         "p99_us": round(ours.p99_us, 3),
+        "iqr_us": round(ours.iqr_us, 3),
         "host_us": _host_us([rank.times[OURS] for rank in per_rank]),
         "bytes": num_bytes,
         "floor_us": round(floor_us, 3),
@@ -226,7 +227,8 @@ def _largest(errors: Sequence[float]) -> float:
 
 def _baseline_entry(op: BenchOp, times_us: list[float], error: float) -> dict[str, float]:
     summary = summarize(times_us)
-    return {"median_us": round(summary.median_us, 3), "p99_us": round(summary.p99_us, 3), op.ERROR: error}
+    times = {"median_us": summary.median_us, "p99_us": summary.p99_us, "iqr_us": summary.iqr_us}
+    return {key: round(us, 3) for key, us in times.items()} | {op.ERROR: error}
 
 
 def _rank(

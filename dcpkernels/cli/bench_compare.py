@@ -62,16 +62,24 @@ class Pair:
         return self.ratio if self.peer is None else self.ratio_by_peer
 
     def own_noise(self) -> float:
-        """In logarithms, about twice the standard error of `judged`, from the spread of each run's samples.
-
-        p99 / median is about 2.3 standard deviations of a sample; a median of n samples has 1.25 / sqrt(n) of that, and
-        samples of one turn, which are neighbours in time, count as one: 2 * 1.25 / 2.3 is about 1.
+        """In logarithms, about twice the standard error of `judged`, from the spread of each run's samples: a median of n
+        samples has 1.25 / sqrt(n) of their standard deviation. Samples of one turn, which are neighbours in time, count
+        as one.
         """
         errors = []
         for row in (self.old, self.new):
             timed = [row, *([row["baselines"][self.peer]] if self.peer is not None else [])]
-            errors += [math.log(entry["p99_us"] / entry["median_us"]) / math.sqrt(_num_turns(row)) for entry in timed]
+            errors += [2 * 1.25 * _spread(entry) / math.sqrt(_num_turns(row)) for entry in timed]
         return math.hypot(*errors)
+
+
+def _spread(entry: Mapping[str, Any]) -> float:
+    """In logarithms, the standard deviation of samples about their median, as the middle half of them has it: a median
+    does not feel how far the others are out. Files from before that was written have the p99 alone, at 2.3 standard
+    deviations."""
+    if entry.get("iqr_us") is not None:
+        return entry["iqr_us"] / entry["median_us"] / 1.349
+    return math.log(entry["p99_us"] / entry["median_us"]) / 2.33
 
 
 @dataclass(frozen=True)

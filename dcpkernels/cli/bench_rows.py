@@ -17,7 +17,18 @@ Row = Mapping[str, Any]
 SIZES = {"num_tokens": "tokens", "num_rows": "rows"}  # a call's size, by op; in words
 # What came out, or follows from what was asked for.
 RESULTS = frozenset(
-    {"median_us", "p99_us", "bytes", "floor_us", "pct_of_floor", "baselines", "speedup", "timed_from", "host_us"}
+    {
+        "median_us",
+        "p99_us",
+        "iqr_us",
+        "bytes",
+        "floor_us",
+        "pct_of_floor",
+        "baselines",
+        "speedup",
+        "timed_from",
+        "host_us",
+    }
     | {"max_err_over_bound", "wrong_bytes"}
 )
 # Who measured, and for how long: not another case, but to be told when it differs.
@@ -127,6 +138,8 @@ def load(path: Path) -> list[dict[str, Any]]:
             for key in ("median_us", "p99_us"):
                 if not _is_positive(entry.get(key)):
                     raise wrong(f"have a time above 0 for {key}", f"{entry.get(key)!r} at {where}")
+            if entry.get("iqr_us") not in (None, 0) and not _is_positive(entry["iqr_us"]):
+                raise wrong("have a time for iqr_us", f"{entry['iqr_us']!r} at {where}")
     return rows
 
 

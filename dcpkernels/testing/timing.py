@@ -15,14 +15,18 @@ class Summary(NamedTuple):
     median_us: float
     p99_us: float
     num_samples: int
+    iqr_us: float
 
 
 def summarize(samples_us: Sequence[float]) -> Summary:
-    """Median and 99th percentile (nearest rank: a value that was measured, the maximum below 100 samples)."""
+    """Median, 99th percentile (nearest rank: a value that was measured, the maximum below 100 samples), and interquartile
+    range, which is 0 of a single sample."""
     if not samples_us:
         raise ValueError("summarize: samples_us must not be empty (got 0 samples)")
     ordered = sorted(samples_us)
-    return Summary(statistics.median(ordered), ordered[math.ceil(0.99 * len(ordered)) - 1], len(ordered))
+    low, _, high = statistics.quantiles(ordered, method="inclusive") if len(ordered) > 1 else 3 * ordered
+    p99 = ordered[math.ceil(0.99 * len(ordered)) - 1]
+    return Summary(statistics.median(ordered), p99, len(ordered), high - low)
 
 
 def max_over_ranks(samples_us: Sequence[Sequence[float]]) -> list[float]:

@@ -103,6 +103,9 @@ def num_cpus_text(facts: Facts) -> str:
     return f"{facts.num_cpus} CPU{'s' if facts.num_cpus != 1 else ''}"
 
 
+_PREFIX = "DCPKERNELS_"
+
+
 def check_variables(facts: Facts) -> Finding:
     known = [variable.name for variable in env.VARIABLES]
     try:
@@ -110,12 +113,16 @@ def check_variables(facts: Facts) -> Finding:
             read()
     except DcpError as error:
         return fail(str(error), "unset it, or give it such a value")
-    others = sorted(name for name in facts.environ if name.startswith("DCPKERNELS_") and name not in known)
+    others = sorted(name for name in facts.environ if name.startswith(_PREFIX) and name not in known)
     for name in others:
-        if meant := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
-            return warn(f"nobody reads {name}", f"set {meant[0]}, if that was meant")
+        # Of what is behind the prefix, which all have.
+        close = difflib.get_close_matches(
+            name[len(_PREFIX) :], [other[len(_PREFIX) :] for other in known], n=1, cutoff=0.8
+        )
+        if close:
+            return warn(f"nobody reads {name}", f"set {_PREFIX}{close[0]}, if that was meant")
     shown = [f"{name}={value}" for name in known if (value := facts.environ.get(name, "").strip())]
-    shown += [f"{name} is set, which only a build reads" for name in others]
+    shown += [f"{name} is set, which only builds and tests read" for name in others]
     return ok(", ".join(shown) or "none of dcpkernels' own is set")
 
 
