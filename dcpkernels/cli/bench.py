@@ -137,6 +137,7 @@ def check(op: BenchOp) -> str:
     op.require()
     for num_ranks in op.ranks:
         dcpkernels.Workspace.size(op.config(num_ranks, max(op.sizes)), num_ranks, op.device)
+        machine.require_memory("bench: inputs", op.input_bytes(num_ranks, max(op.sizes)))
     isa = device.require(op.isa, op.ranks)
     baselines.require(op.baselines)
     return isa

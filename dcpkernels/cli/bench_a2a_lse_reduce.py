@@ -77,6 +77,9 @@ class A2aLseReduce(BenchOp):
         head_bytes = self.head_dim * DTYPES[self.dtype].itemsize + 4
         return (num_ranks - 1) * size * (self.num_heads // num_ranks) * head_bytes
 
+    def input_bytes(self, num_ranks: int, size: int) -> int:
+        return num_ranks * size * self.num_heads * self.head_dim * DTYPES[self.dtype].itemsize
+
     def wrong(self, name: str, error: float, when: str) -> str:
         return f"{name} must be within the error bound {when} (got {error:.3g} times the bound"
 

@@ -59,13 +59,21 @@ class KvGather(Gather):
         row_bytes = self.kv_dim * DTYPES[self.dtype].itemsize
         return self.copies(num_ranks) * self._local_rows(0, num_ranks, size) * row_bytes
 
+    def input_bytes(self, num_ranks: int, size: int) -> int:
+        rows = (self._num_blocks(rank, num_ranks, size) + _OTHER_BLOCKS for rank in range(num_ranks))
+        return sum(rows) * self.block_size * self.kv_dim * DTYPES[self.dtype].itemsize
+
     def cache_of(self, rank: int, num_ranks: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One rank's paged cache [num_blocks, block_size, kv_dim], and int64 [n]: its blocks with the request, in order."""
         generator = exact.generator_of(rank, self.seed)
-        num_blocks = -(-self._local_rows(rank, num_ranks, num_rows) // self.block_size)
+        num_blocks = self._num_blocks(rank, num_ranks, num_rows)
         shape = (num_blocks + _OTHER_BLOCKS, self.block_size, self.kv_dim)
         cache = exact.random_bytes(shape, DTYPES[self.dtype], generator)
         return cache, torch.randperm(len(cache), generator=generator)[:num_blocks]
+
+    def _num_blocks(self, rank: int, num_ranks: int, num_rows: int) -> int:
+        """With the request."""
+        return -(-self._local_rows(rank, num_ranks, num_rows) // self.block_size)
 
     def _local_rows(self, rank: int, num_ranks: int, num_rows: int) -> int:
         return layout.local_length(num_rows, num_ranks, rank, self.interleave)

@@ -116,6 +116,10 @@ class BenchOp(ABC):
         """What one rank has to store in one call."""
 
     @abstractmethod
+    def input_bytes(self, num_ranks: int, size: int) -> int:
+        """Of one call, of all ranks together."""
+
+    @abstractmethod
     def wrong(self, name: str, error: float, when: str) -> str:
         """What must hold of the result of a candidate then, for example "before it is timed", and what was found."""
 

@@ -81,6 +81,9 @@ class QueryGather(Gather):
         num_local_heads = self.num_heads // num_ranks
         return self.copies(num_ranks) * size * num_local_heads * self.head_dim * self.out_dtype.itemsize
 
+    def input_bytes(self, num_ranks: int, size: int) -> int:
+        return size * self.num_heads * self.head_dim * DTYPES[self.dtype].itemsize
+
     def query_of(self, rank: int, num_ranks: int, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """The parts of one rank's query."""
         generator, dtype = exact.generator_of(rank, self.seed), DTYPES[self.dtype]

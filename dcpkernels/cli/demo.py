@@ -22,6 +22,7 @@ from dcpkernels.testing import run_ranks
 from dcpkernels.testing.timing import max_over_ranks, summarize
 
 COLLECTIVES = ("query_gather", "a2a_lse_reduce")
+_MAX_BATCH = 65_536
 _TIMEOUT_S = 1800.0  # of the ranks, whatever the context; a run that gets there is stuck
 
 
@@ -85,6 +86,8 @@ def perform(options: DemoOptions) -> Outcome:
     """Runs and checks it. Raises DcpInvalidArgument for ranks that do not divide the heads, DcpUnsupported for a device
     that is not there, RankFailure."""
     num_ranks = options.num_ranks
+    if options.batch > _MAX_BATCH:
+        raise DcpInvalidArgument(f"--batch: must be at most {_MAX_BATCH:,} (got {options.batch:,})")
     tp = TensorParallel(0, num_ranks)
     config = workspace_config(options.config, tp, num_ranks, max_num_tokens=options.batch, dtype=DTYPE)
     dcpkernels.Workspace.size(config, num_ranks)  # a bad number of ranks ends here
@@ -92,6 +95,9 @@ def perform(options: DemoOptions) -> Outcome:
     lengths = context.sequence_lengths(options.context, options.batch, num_ranks)
     start = time.monotonic()
     num_rows = (sum(lengths) - len(lengths)) * (num_ranks + 1)
+    machine.require_memory(
+        "demo: caches", num_rows * (options.config.kv_lora_rank + options.config.qk_rope_head_dim) * DTYPE.itemsize
+    )
     with Progress.shown(num_ranks, num_rows, NUM_TIMED * (options.iters + WARMUP)) as path:
         task = RankTask(
             options.config,

@@ -10,6 +10,8 @@ import torch
 
 import dcpkernels
 from dcpkernels import _backend
+from dcpkernels.errors import DcpUnsupported
+from dcpkernels.heap import memory
 from dcpkernels.testing import ThreadGroup
 
 
@@ -44,6 +46,16 @@ def one_line(machine: dict[str, Any], isa: str) -> str:
         f"{machine['cpu']}, {cpus}, {machine['system']}; torch {machine['torch']}; "
         f"dcpkernels {machine['dcpkernels']}, target {target}{peers}"
     )
+
+
+def require_memory(what: str, num_bytes: int) -> None:
+    """Before ranks are started, which would all fail, or be killed. Raises DcpUnsupported."""
+    limit = min(memory.limits(), key=lambda limit: limit.available)
+    if num_bytes > limit.available:
+        raise DcpUnsupported(
+            f"{what} must fit into memory: {num_bytes / 2**30:,.1f} GiB for all ranks (got {limit.available / 2**30:,.1f} GiB "
+            f"available)"
+        )
 
 
 def _cpu_model() -> str:
