@@ -83,7 +83,8 @@ def take_turns(
     Candidates take turns of `turn` samples; the first half of a turn, and `warmup` turns at the start, are not counted
     (`timing.interleave` says why).
 
-    Before each sample, untimed, all ranks meet, so that all are done with the last one; then `produce(name)` writes the inputs of that candidate anew, as attention does before a merge:
+    Before each sample, untimed, all ranks meet, so that all are done with the last one; then `produce(name)` writes the
+    inputs of that candidate anew, as attention does before a merge:
     every candidate finds them where a decode step leaves them, and not where the candidate before it has pushed them.
     Then all ranks meet, and with `skew` each waits for as long as it is to be late. A sample is the mean of `num_calls`
     calls back to back. A call runs from this rank's entry to its own return. Who wants the time of the collective
