@@ -156,10 +156,8 @@ class GpuBench(BenchDevice):
         stopwatch, skew = Stopwatch(), Skew(self.rank, self.num_ranks, skew_us)
         delay = Delay(stopwatch) if skew_us else None
         taken, is_last = dict.fromkeys(candidates, 0), True
-        calls_per_launch = 1
-        if self.mode == "graph":
-            candidates = {name: captured(call, num_calls) for name, call in candidates.items()}
-            calls_per_launch, num_calls = num_calls, 1
+        is_graph = self.mode == "graph"
+        calls_per_launch, num_calls = (num_calls, 1) if is_graph else (1, num_calls)
 
         def before(name: str) -> None:
             nonlocal is_last
@@ -181,8 +179,10 @@ class GpuBench(BenchDevice):
             return Sample(device_us / calls_per_launch if is_last else 0.0, host_us / calls_per_launch)
 
         gc.collect()
-        gc.disable()
+        gc.disable()  # what a collection frees is also nothing for a capture
         try:
+            if is_graph:
+                candidates = {name: captured(call, calls_per_launch) for name, call in candidates.items()}
             samples = interleave(
                 candidates,
                 rounds=num_rounds(iters, turn),

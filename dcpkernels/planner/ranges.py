@@ -63,6 +63,16 @@ def is_number(value: Any) -> bool:
     return -sys.float_info.max <= value <= sys.float_info.max
 
 
+# Products of a few such counts stay exact in a float, and JSON readers take them.
+MAX_COUNT = 2**40
+
+
+def check_count(op: str, name: str, value: Any, least: int = 1, most: int = MAX_COUNT) -> None:
+    """Raises DcpInvalidArgument unless `value` is an int, and not a bool, in least .. most."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise DcpInvalidArgument(f"{op}: {name} must be a whole number in {least} .. {most} (got {value!r})")
+
+
 def _rounded(value: float, digits: int, towards: Any) -> float:
     if abs(value) < sys.float_info.min * 10**digits:  # 10**exponent would be no number
         return 0.0

@@ -27,7 +27,7 @@ from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from dcpkernels.errors import DcpInvalidArgument
-from dcpkernels.planner.ranges import is_number
+from dcpkernels.planner.ranges import check_count, is_number
 from dcpkernels.planner.residency import Series, Stay, residency
 from dcpkernels.planner.trace import Request
 
@@ -68,9 +68,9 @@ class Pool:
             ("dcp", 1),
             ("attention_groups", 1),
         ):
-            _check_count(name, getattr(self, name), least)
+            check_count("replay", name, getattr(self, name), least)
         if self.max_num_seqs is not None:
-            _check_count("max_num_seqs", self.max_num_seqs, 1)
+            check_count("replay", "max_num_seqs", self.max_num_seqs, 1)
 
     def blocks(self, num_tokens: int) -> int:
         """Blocks of each rank that a request of so many tokens holds."""
@@ -220,7 +220,7 @@ def replay(
     """
     pool = Pool(num_blocks, block_tokens, state_blocks, dcp, max_num_seqs, attention_groups)
     _check_load(load)
-    _check_count("num_samples", num_samples, 1, MAX_SAMPLES)
+    check_count("replay", "num_samples", num_samples, 1, MAX_SAMPLES)
     timeline = _Timeline(requests, pool, prefill_tokens_per_s, tpot_s)
     arrivals = timeline.arrivals_at(load)
     admission = timeline.admit(arrivals, progress)
@@ -321,8 +321,3 @@ def _rank(count: int, percent: int) -> int:
 def _check_load(load: float) -> None:
     if not is_number(load) or not _MIN_LOAD <= load <= _MAX_LOAD:
         raise DcpInvalidArgument(f"replay: load must be a number in {_MIN_LOAD:.0e} .. {_MAX_LOAD:.0e} (got {load!r})")
-
-
-def _check_count(name: str, value: Any, least: int, most: int = 2**40) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise DcpInvalidArgument(f"replay: {name} must be a whole number in {least} .. {most} (got {value!r})")

@@ -30,7 +30,7 @@ from typing import Any
 from dcpkernels.errors import DcpInvalidArgument
 from dcpkernels.planner.hardware import Hardware
 from dcpkernels.planner.models import MAX_TP
-from dcpkernels.planner.ranges import Range
+from dcpkernels.planner.ranges import Range, check_count
 
 DCP_WINS, TP_WINS, TOO_CLOSE = "dcp wins", "tp wins", "too close to call"
 LSE_BYTES = 4  # a merge sends LSEs as fp32, whatever they were
@@ -167,7 +167,7 @@ class StepTimeModel:
             *("tp", "num_heads", "query_dim", "value_dim", "row_bytes", "num_layers", "num_kv_heads"),
             *("query_item_bytes", "output_item_bytes", "tokens_per_sequence"),
         ):
-            _check_count(name, getattr(self, name))
+            check_count("step_time", name, getattr(self, name))
         if self.tp > MAX_TP:
             raise DcpInvalidArgument(f"step_time: tp must be at most {MAX_TP} (got {self.tp})")
         if not isinstance(self.hardware, Hardware):
@@ -336,15 +336,9 @@ class StepTimeModel:
 
     def _check(self, num_tokens: int, dcp: int, context: int = 1) -> None:
         for name, value in (("num_tokens", num_tokens), ("dcp", dcp), ("context", context)):
-            _check_count(name, value)
+            check_count("step_time", name, value)
         if dcp not in self.dcp_sizes():
             sizes = ", ".join(map(str, self.dcp_sizes()))
             raise DcpInvalidArgument(
                 f"step_time: dcp must be one of {sizes}, for tp={self.tp}, num_kv_heads={self.num_kv_heads} (got {dcp})"
             )
-
-
-def _check_count(name: str, value: Any) -> None:
-    # Products of a few of these stay exact in a float, and JSON readers take them.
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**40:
-        raise DcpInvalidArgument(f"step_time: {name} must be a whole number in 1 .. 2**40 (got {value!r})")

@@ -23,6 +23,7 @@ from os import PathLike
 from typing import Any, NamedTuple, TextIO
 
 from dcpkernels.errors import DcpInvalidArgument
+from dcpkernels.planner.ranges import is_number
 
 MAX_LINE = 2**22  # characters; hash_ids of a long prompt take some thousand
 MAX_TOKENS = 2**31  # of a prompt or an answer: no model's context comes near
@@ -152,20 +153,14 @@ def _parsed(cell: str) -> int | float | str:
 
 def _request(arrival: Any, input_tokens: Any, output_tokens: Any, per_second: float, path: str, number: int) -> Request:
     most = MAX_ARRIVAL_S * per_second
-    if not _is_number(arrival) or not 0 <= arrival <= most:
+    if not is_number(arrival) or not 0 <= arrival <= most:
         raise _error(path, number, f"the time must be a number in 0 .. {most:.0e}", arrival)
     counts = []
     for name, value, least in (("input length", input_tokens, 1), ("output length", output_tokens, 0)):
-        if not _is_number(value) or value != math.floor(value) or not least <= value <= MAX_TOKENS:
+        if not is_number(value) or value != math.floor(value) or not least <= value <= MAX_TOKENS:
             raise _error(path, number, f"the {name} must be a whole number in {least} .. {MAX_TOKENS}", value)
         counts.append(int(value))
     return Request(arrival / per_second, *counts)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return isinstance(value, int) or math.isfinite(value)
 
 
 def _error(path: str, number: int, rule: str, given: Any) -> DcpInvalidArgument:

@@ -49,10 +49,6 @@ def _described(section: Section) -> str:
     return f"built ({', '.join(module['built'])}; build id {module['build_id']}, protocol {module['protocol']})"
 
 
-def module_works(target: str, facts: Facts) -> bool:
-    return not facts.section(target).error("module")
-
-
 def check_versions(facts: Facts) -> Finding:
     libc = " ".join(filter(None, platform.libc_ver()))
     kernel = re.match(r"\d+\.\d+", os.uname().release)  # what comes behind may be of one's own making
