@@ -11,6 +11,8 @@ PIP_ARGS ?=
 DEMO_ARGS ?=
 TESTS ?= tests
 TEST_ARGS ?=
+TORTURE ?= tests/explorer tests/torture tests/sanitizers
+TORTURE_ARGS ?=
 BENCH_ARGS ?= --device cpu --ranks 2 --tokens 1,8,64 --heads 96 --head-dim 512 --baselines gloo
 
 python := $(VENV)/bin/python
@@ -21,12 +23,13 @@ installed := $(VENV)/.dcpkernels-installed
 oracles := $(VENV)/.dcpkernels-oracles
 built := build/.built-in-$(subst /,-,$(VENV))
 
-.PHONY: help build demo test bench clean
+.PHONY: help build demo test torture bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    the main job: a layer of Kimi-K3 on rank processes, its KV cache sharded or not (DEMO_ARGS)"
 	@echo "make test    all tests (TESTS, TEST_ARGS)"
+	@echo "make torture the long form of what breaks things: every order, every fault, soak, fuzz, sanitizers (TORTURE_ARGS)"
 	@echo "make bench   a2a_lse_reduce against gloo, on this machine's CPU (BENCH_ARGS)"
 	@echo "make build   the environment $(VENV) and the compiled module, which the others make first"
 	@echo "make clean   removes what was built, not $(VENV)"
@@ -37,6 +40,9 @@ demo: build
 
 test: build $(oracles)
 	$(python) -m pytest -q $(TESTS) $(TEST_ARGS)
+
+torture: build $(oracles)
+	$(python) -m pytest -q --torture $(TORTURE) $(TORTURE_ARGS)
 
 bench: build
 	$(VENV)/bin/dcpkernels bench a2a_lse_reduce $(BENCH_ARGS)

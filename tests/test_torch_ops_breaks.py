@@ -8,6 +8,7 @@ it is read too early; either prevents that equal calls are merged, which torch d
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
@@ -60,7 +61,7 @@ def broken(op, what, folder):
     source = (
         source.replace(line, changed).replace("dcpkernels::", f"{name}::").replace("ops.dcpkernels.", f"ops.{name}.")
     )
-    file = folder / f"{name}.py"
+    file = folder / f"{name}_{os.getpid()}.py"  # each rank its own: another one would read it half written
     file.write_text(source)
     spec = importlib.util.spec_from_file_location(name, file)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
