@@ -1,18 +1,23 @@
-"""Calls of every two kinds that meet; a rank that is ahead. What differs inside of one op is in test_faults.py, test_query_gather_faults.py
+"""Calls of every two kinds that meet; a rank that is ahead; waits that are not for a flag; calls that once had one digest;
+ranks that find a fault at the same moment. What differs inside of one op is in test_faults.py, test_query_gather_faults.py
 and test_kv_gather_faults.py, random programs in torture/test_mismatch.py."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from dcpkernels import Workspace, kv_gather_start
 from dcpkernels.errors import DcpError, DcpMismatch, DcpTimeout
+from dcpkernels.testing import run_ranks
+from tests.a2a_calls import attempt, meet
 from tests.torture.mismatch_check import check_programs
 from tests.torture.mismatch_programs import Call
-from tests.torture.mismatch_ranks import CONFIG
+from tests.torture.mismatch_ranks import CONFIG, WARM_UP, Maker
 
 TIMEOUT_S = 1.0  # of the direct backend, whose ranks end together
 SHORT = dataclasses.replace(CONFIG, timeout_s=TIMEOUT_S)
@@ -87,3 +92,61 @@ def test_a_layer_like_the_next_one_is_missed_at_the_end_only():
     expected, error = check_programs([LAYER * 3, LAYER * 2, LAYER * 3], SHORT)
     assert type(error) is DcpTimeout and error.ranks == (1,)
     assert expected.ends == [4, 4, 4] and expected.matched[0][2] == (2, 2, 2)
+
+
+# -- waits that are not for a flag, or on another channel
+
+
+@pytest.mark.parametrize("impatient", ["the rank that is elsewhere", "the ranks that start a chunk"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_that_gathers_a_query_while_the_others_wait_to_start_a_chunk(num_ranks, impatient):
+    """A start waits for its peers' credits, and for no flag. Whoever looks first must see that it waits."""
+
+    def body(group):
+        elsewhere = group.rank == num_ranks - 1
+        patient = elsewhere != (impatient == "the rank that is elsewhere")
+        with Workspace(group, config=dataclasses.replace(CONFIG, timeout_s=5.0 if patient else 0.5)) as workspace:
+            maker = Maker(workspace)
+            for call in WARM_UP:
+                maker(call, 0)
+            maker(Call("start", 0, 1, 0), 0)
+            meet(group)
+            if elsewhere:
+                return attempt(maker, Call("query", 0, 3, "float32"), 0)
+            maker(Call("wait", 0, 1, 0), 0)
+            return attempt(kv_gather_start, maker._cache(0), maker.plans[0], 2, workspace=workspace)
+
+    results = run_ranks(body, num_ranks)
+    assert len({str(result.error).partition(": ")[2] for result in results}) == 1
+    for result in results:
+        assert type(result.error) is DcpMismatch and result.seconds < 0.5 + 1, result
+        assert num_ranks - 1 in result.error.ranks and len(result.error.ranks) == 2
+        assert f"rank {num_ranks - 1}: query_gather(num_tokens=3" in str(result.error)
+        assert ": kv_gather(chunk_idx=2" in str(result.error)
+
+
+def test_channels_in_threads_and_channels_in_one():
+    """Rank 0 runs its last channel first, rank 1 all in one thread: only its first one comes to a wait."""
+
+    def backwards(num_channels, run):
+        with ThreadPoolExecutor(num_channels) as pool:
+            ends = []
+            for i in reversed(range(num_channels)):
+                ends.append(pool.submit(run, i, i + 1))
+                time.sleep(0.05)
+            for end in ends:
+                end.result()
+
+    def body(group):
+        timeout_s, parallel_for = ((0.5, backwards), (5.0, lambda n, run: run(0, n)))[group.rank]
+        config = dataclasses.replace(CONFIG, num_channels=3, timeout_s=timeout_s)
+        with Workspace(group, config=config, parallel_for=parallel_for) as workspace:
+            maker = Maker(workspace)
+            for call in WARM_UP:
+                maker(call, 0)
+            meet(group)
+            return attempt(maker, Call("reduce", group.rank, 3, "e"), 0)
+
+    for result in run_ranks(body, 2):
+        assert type(result.error) is DcpMismatch and result.error.ranks == (0, 1), result
+        assert "lane=0" in str(result.error) and "lane=1" in str(result.error)

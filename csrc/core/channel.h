@@ -322,8 +322,12 @@ class Channel {
     const Channel& channel;
     int channel_idx, peer;
     uint64_t epoch;
-    DCP_FN bool there() const { return channel.has_released(channel.symm_.rank, channel_idx, peer, epoch); }
-    DCP_FN uint64_t missing() const { return channel.not_released(channel.symm_.rank, epoch); }
+    DCP_FN bool there() const {
+      return channel.has_released(channel.symm_.rank, channel.stream_idx_, channel_idx, peer, epoch);
+    }
+    DCP_FN uint64_t missing() const {
+      return channel.not_released(channel.symm_.rank, channel.stream_idx_, epoch);
+    }
   };
 
   DCP_FN uint64_t missing_on(int channel_idx) const {
@@ -369,8 +373,8 @@ class Channel {
                              stream_doorbell(symm_, control_, peer, stream_idx_, cta_.index()));
   }
   // Epochs of one parity only grow, so "at least" is exact, also long after.
-  DCP_FN bool has_released(int owner, int channel_idx, int reader, uint64_t epoch) const {
-    const Flag* flag = stream_flag(symm_, control_, owner, stream_idx_, epoch, channel_idx, reader);
+  DCP_FN bool has_released(int owner, int stream_idx, int channel_idx, int reader, uint64_t epoch) const {
+    const Flag* flag = stream_flag(symm_, control_, owner, stream_idx, epoch, channel_idx, reader);
     return arch::load_acquire_if_sys(&flag->released, [&](uint64_t v) { return v >= epoch; }) >= epoch;
   }
 
@@ -389,11 +393,11 @@ class Channel {
   DCP_DECL Cause look_for_cause(const Awaited& awaited, bool is_over) const;
   DCP_DECL Cause expire(uint64_t missing) const;
   DCP_DECL uint64_t missing_at(int rank, int stream_idx, uint64_t epoch, int channel_idx) const;
-  DCP_DECL uint64_t not_released(int owner, uint64_t epoch) const;
+  DCP_DECL uint64_t not_released(int owner, int stream_idx, uint64_t epoch) const;
   DCP_DECL uint64_t unmet_waits(int peer) const;
   DCP_DECL uint64_t blame(uint64_t missing) const;
   DCP_DECL bool waits_elsewhere(int peer, uint64_t* call) const;
-  DCP_DECL int stream_where_waiting(int peer, int first_stream) const;
+  DCP_DECL uint64_t awaited_in(int stream_idx, int channel_idx, int peer) const;
   DCP_DECL void report(const Cause& cause, int64_t waited_ns) const;
 
   const arch::Cta& cta_;

@@ -99,13 +99,14 @@ DCP_OUTLINE uint64_t Channel::missing_at(int rank, int stream_idx, uint64_t epoc
 }
 
 // The peers that have not read all that `owner` lent them in `epoch`, on some channel.
-DCP_OUTLINE uint64_t Channel::not_released(int owner, uint64_t epoch) const {
+DCP_OUTLINE uint64_t Channel::not_released(int owner, int stream_idx, uint64_t epoch) const {
   uint64_t missing = 0;
   DCP_NO_UNROLL
   for (int channel_idx = 0; channel_idx < control_.num_channels; ++channel_idx) {
     DCP_NO_UNROLL
     for (int reader = 0; reader < symm_.num_ranks; ++reader) {
-      if (reader != owner && !has_released(owner, channel_idx, reader, epoch)) missing |= rank_bit(reader);
+      if (reader == owner) continue;
+      if (!has_released(owner, stream_idx, channel_idx, reader, epoch)) missing |= rank_bit(reader);
     }
   }
   return missing;
@@ -119,7 +120,7 @@ DCP_OUTLINE uint64_t Channel::unmet_waits(int peer) const {
   for (int channel_idx = 0; channel_idx < control_.num_channels; ++channel_idx) {
     const ChannelState* theirs = channel_state(symm_, control_, peer, stream_idx_, channel_idx);
     const uint64_t lent = arch::load_relaxed_sys(&theirs->awaited_release);
-    const uint64_t unread = lent == 0 ? 0 : not_released(peer, lent);
+    const uint64_t unread = lent == 0 ? 0 : not_released(peer, stream_idx_, lent);
     const uint64_t epoch = arch::load_acquire_sys(&theirs->in_flight);
     if (unread != 0) {
       unmet |= unread;
@@ -153,32 +154,36 @@ DCP_OUTLINE uint64_t Channel::blame(uint64_t missing) const {
 
 // True when `peer` waits in another epoch stream for this rank, which does not come there: the two made
 // different calls. With lanes in several threads a peer waits elsewhere for moments all the time; so it must
-// still be the same round after a while.
+// still be the same round after a while. Any channel of the peer counts: where its channels share a thread,
+// the first one alone may wait, and this one may be another.
 DCP_OUTLINE bool Channel::waits_elsewhere(int peer, uint64_t* call) const {
-  const int stream_idx = stream_where_waiting(peer, 0);
-  if (stream_idx < 0) return false;
-  const ChannelState* theirs = channel_state(symm_, control_, peer, stream_idx, cta_.index());
-  const uint64_t epoch = arch::load_acquire_sys(&theirs->in_flight);
-  const int64_t second_look_ns = arch::now_ns() + arch::kHostPollNs;
-  while (arch::now_ns() < second_look_ns) arch::spin_pause();
-  if (arch::load_acquire_sys(&theirs->in_flight) != epoch) return false;
-  if (stream_where_waiting(peer, stream_idx) != stream_idx) return false;
-  *call = arch::load_relaxed_sys(&stream_state(symm_, control_, peer, stream_idx)->call);
-  return true;
+  DCP_NO_UNROLL
+  for (int stream_idx = 0; stream_idx < control_.num_streams; ++stream_idx) {
+    if (stream_idx == stream_idx_) continue;
+    DCP_NO_UNROLL
+    for (int channel_idx = 0; channel_idx < control_.num_channels; ++channel_idx) {
+      const uint64_t epoch = awaited_in(stream_idx, channel_idx, peer);
+      if (epoch == 0) continue;
+      const int64_t second_look_ns = arch::now_ns() + arch::kHostPollNs;
+      while (arch::now_ns() < second_look_ns) arch::spin_pause();
+      if (awaited_in(stream_idx, channel_idx, peer) != epoch) return false;
+      *call = arch::load_relaxed_sys(&stream_state(symm_, control_, peer, stream_idx)->call);
+      return true;
+    }
+  }
+  return false;
 }
 
-// The first epoch stream from `first_stream` on in which `peer` waits for a round of this rank; -1: none.
-DCP_OUTLINE int Channel::stream_where_waiting(int peer, int first_stream) const {
-  DCP_NO_UNROLL
-  for (int stream_idx = first_stream; stream_idx < control_.num_streams; ++stream_idx) {
-    if (stream_idx == stream_idx_) continue;
-    const ChannelState* theirs = channel_state(symm_, control_, peer, stream_idx, cta_.index());
-    const ChannelState* mine = channel_state(symm_, control_, symm_.rank, stream_idx, cta_.index());
-    const uint64_t epoch = arch::load_acquire_sys(&theirs->in_flight);
-    if (epoch == 0 || epoch == arch::load_acquire_sys(&mine->in_flight)) continue;
-    if ((missing_at(peer, stream_idx, epoch, cta_.index()) & rank_bit(symm_.rank)) != 0) return stream_idx;
-  }
-  return -1;
+// The epoch that a channel of `peer` waits for this rank to signal, or to release (a start of chunks waits
+// for no signal), in an epoch stream; 0: it does not, or this rank is in that round.
+DCP_OUTLINE uint64_t Channel::awaited_in(int stream_idx, int channel_idx, int peer) const {
+  const ChannelState* theirs = channel_state(symm_, control_, peer, stream_idx, channel_idx);
+  const ChannelState* mine = channel_state(symm_, control_, symm_.rank, stream_idx, channel_idx);
+  const uint64_t lent = arch::load_relaxed_sys(&theirs->awaited_release);
+  if (lent != 0 && (not_released(peer, stream_idx, lent) & rank_bit(symm_.rank)) != 0) return lent;
+  const uint64_t epoch = arch::load_acquire_sys(&theirs->in_flight);
+  if (epoch == 0 || epoch == arch::load_acquire_sys(&mine->in_flight)) return 0;
+  return (missing_at(peer, stream_idx, epoch, channel_idx) & rank_bit(symm_.rank)) != 0 ? epoch : 0;
 }
 
 DCP_OUTLINE void Channel::report(const Cause& cause, int64_t waited_ns) const {
