@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dcpkernels import Workspace, kv_gather_start
+from dcpkernels import Workspace, _backend, kv_gather_start
 from dcpkernels.errors import DcpError, DcpMismatch, DcpTimeout
 from dcpkernels.testing import run_ranks
 from tests.a2a_calls import attempt, meet
@@ -150,3 +151,48 @@ def test_channels_in_threads_and_channels_in_one():
     for result in run_ranks(body, 2):
         assert type(result.error) is DcpMismatch and result.error.ranks == (0, 1), result
         assert "lane=0" in str(result.error) and "lane=1" in str(result.error)
+
+
+# -- digests
+
+
+def descriptors_of_a_stream(lane: int) -> list[list[int]]:
+    """With T = 0: of merges, and of queries and releases, which find each other."""
+    module = _backend.load("cpu")
+    merges = [
+        module.call_descriptor(op=1, lane=lane, dtype=dtype, lse_base=base, num_tokens=0)
+        for dtype in range(3)
+        for base in (0, 1)
+    ]
+    queries = [
+        module.query_descriptor(lane=lane, dtype=dtype, has_out=has_out, num_tokens=0)
+        for dtype in range(7)
+        for has_out in (False, True)
+    ]
+    return [merges, [*queries, module.release_descriptor(lane=lane)]]
+
+
+@pytest.mark.parametrize("lane", [0, 1, 7, 255])
+def test_no_two_calls_of_a_stream_have_one_digest(lane):
+    """With T below 2^28. T goes into the digest as it is, and what else may differ is farther apart than that."""
+    digest = _backend.load("cpu").call_digest
+    for calls in descriptors_of_a_stream(lane):
+        assert len(set(calls)) == len(calls)
+        for call in calls:
+            for num_tokens in (1, 2**28 - 1, *random.Random(lane).sample(range(2**28), 50)):
+                assert digest(call | num_tokens) == digest(call) ^ num_tokens
+        assert all(digest(a) ^ digest(b) >= 2**28 for a, b in itertools.combinations(calls, 2))
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (Call("reduce", 0, 2762, "e"), Call("reduce", 0, 2967, "e")),
+        (Call("query_out", 1, 5035, "float32"), Call("query_out", 1, 13507, "float32")),
+    ],
+    ids=str,
+)
+def test_calls_of_many_rows(calls):
+    """These had one digest when it was a mix of all bits: one rank merged what it had, and the other one waited."""
+    _, error = check_programs([(call,) for call in calls], dataclasses.replace(SHORT, max_num_tokens=2048))
+    assert type(error) is DcpMismatch and error.ranks == (0, 1)

@@ -163,6 +163,7 @@ PYBIND11_MODULE(_C, module) {
         return DCP_NS::query_descriptor(lane, DType(dtype), has_out, num_tokens);
       },
       py::kw_only(), py::arg("lane"), py::arg("dtype"), py::arg("has_out"), py::arg("num_tokens"));
+  module.def("call_digest", &DCP_NS::call_digest, py::arg("descriptor"));
   module.def("release_descriptor", &DCP_NS::release_descriptor, py::kw_only(), py::arg("lane"));
   module.def(
       "chunk_descriptor",
