@@ -4,6 +4,7 @@ and test_kv_gather_faults.py, random programs in torture/test_mismatch.py."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import itertools
 import random
@@ -11,8 +12,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
-from dcpkernels import Workspace, _backend, kv_gather_start
+from dcpkernels import Workspace, _backend, a2a_lse_reduce, kv_gather_start
 from dcpkernels.errors import DcpError, DcpMismatch, DcpTimeout
 from dcpkernels.testing import run_ranks
 from tests.a2a_calls import attempt, meet
@@ -196,3 +198,49 @@ def test_calls_of_many_rows(calls):
     """These had one digest when it was a mix of all bits: one rank merged what it had, and the other one waited."""
     _, error = check_programs([(call,) for call in calls], dataclasses.replace(SHORT, max_num_tokens=2048))
     assert type(error) is DcpMismatch and error.ranks == (0, 1)
+
+
+# -- ranks that find a fault at the same moment
+
+
+def fault_record(group, workspace):
+    """Of this rank, in memory: csrc/core/types.h, FaultRecord."""
+    part = workspace._impl._layout.parts["fault"]
+    return (ctypes.c_uint64 * 8).from_buffer(workspace._impl._heap.own_memory(part.offset, 64))
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_ranks_that_find_a_fault_at_the_same_moment_name_one(num_ranks):
+    """Each of two ranks has marked its own fault before it hears of the other's. All raise that of which rank 0 hears
+    first, whoever asks first."""
+
+    def body(group):
+        workspace = Workspace(group, config=SHORT)
+        try:
+            record = fault_record(group, workspace)
+            if group.rank in (1, 2):
+                peer, T = 3 - group.rank, 10 + group.rank
+                call = _backend.load("cpu").call_descriptor(op=1, lane=0, dtype=0, lse_base=0, num_tokens=T)
+                other = _backend.load("cpu").call_descriptor(op=1, lane=0, dtype=0, lse_base=0, num_tokens=T + 10)
+                record[1:8] = [1, 1 << peer, 0, 5, call, other, 0]
+                record[0] = 2 << 56 | group.rank << 48 | peer << 40 | 1 << 32 | 5
+            meet(group)
+            if group.rank == 2:
+                assert "rank 2: a2a_lse_reduce(num_tokens=12" in str(attempt(workspace.check).error)
+            meet(group)
+            raised = attempt(workspace.check)
+            again = attempt(
+                a2a_lse_reduce, torch.ones(3, 12, 16), torch.zeros(3, 12), workspace=workspace, lse_base="e"
+            )
+            meet(group)
+            return [str(error).partition(": ")[2] for error in (raised.error, again.error) if error is not None]
+        finally:
+            workspace.close()
+
+    texts = run_ranks(body, num_ranks)
+    expected = (
+        "all ranks must make the same calls (rank 2: a2a_lse_reduce(num_tokens=12, dtype=float32, lse_base='e', lane=0)"
+    )
+    for rank, said in enumerate(texts):
+        assert said and all(text.startswith(expected) for text in said), (rank, said)
+        assert rank > 2 or len(said) == 2

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <poll.h>
+#include <unistd.h>
 
 #include <cstring>
 
@@ -39,15 +40,28 @@ struct Fault {
   FaultRecord record;
 };
 
+// The cause that all ranks name. Where several ranks find a fault at the same moment each has its own cause
+// in its poison word. That of rank 0 decides: it is written once, and whoever has a cause passes it on to
+// rank 0 before he reads there. 0: no fault.
+inline uint64_t common_cause(const SymmView& symm, const ControlLayout& control) {
+  const uint64_t mine = arch::load_acquire_sys(own_poison(symm, control));
+  if (mine == 0) return 0;
+  uint64_t* first = &symm_at<FaultRecord>(symm, 0, control.fault_offset)->poison;
+  arch::compare_exchange_sys(first, uint64_t(0), mine);
+  return arch::load_acquire_sys(first);
+}
+
 // What the poison word and the reporter's record say. kNone: no fault.
 inline Fault read_fault(const SymmView& symm, const ControlLayout& control) {
   Fault fault = {};
-  const uint64_t word = arch::load_acquire_sys(&symm_own<FaultRecord>(symm, control.fault_offset)->poison);
+  const uint64_t word = common_cause(symm, control);
   if (word == 0) return fault;
   fault.kind = FaultKind(word >> 56);
   fault.reporter = int(word >> 48 & 0xff);
   fault.op = Op(word >> 32 & 0xff);
   const FaultRecord* record = symm_at<FaultRecord>(symm, fault.reporter, control.fault_offset);
+  // A moment after rank 0 has marked its own fault; never, where the reporter died in between.
+  for (int i = 0; i < 1000 && arch::load_acquire_sys(&record->ready) == 0; ++i) usleep(100);
   fault.has_record = arch::load_acquire_sys(&record->ready) != 0;
   fault.record = {
       word,
