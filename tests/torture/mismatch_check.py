@@ -19,7 +19,8 @@ def check_programs(
 ) -> tuple[Outcome, DcpError | None]:
     """On one rank a thread or process. Returns what had to come of them, and the error that the ranks raised."""
     num_ranks = len(programs)
-    expected = outcome(programs, closes=closes, sees_closed=mode == "process" or backend == "collective")
+    direct = backend == "direct"
+    expected = outcome(programs, closes=closes, sees_closed=mode == "process" or not direct, direct=direct)
     by_rank = run_ranks(make_program, num_ranks, config, backend, programs, closes, mode=mode)
     lines = [*map(str, programs), str(expected), *(f"rank {rank}: {made}" for rank, made in enumerate(by_rank))]
     found = [
@@ -36,7 +37,7 @@ def check_programs(
     # One cause on all ranks, in one text. Of several ranks that leave, each rank may miss another one first; and without
     # shared memory each rank may name another pair that does not come together.
     said = {(type(error), error.ranks, str(error).partition(": ")[2]) for error in errors}
-    if any(fault.error == "DcpPeerLost" for fault in expected.faults) or backend == "collective":
+    if any(fault.error == "DcpPeerLost" for fault in expected.faults) or not direct:
         said = {cls for cls, *_ in said}
     if len(said) > 1:
         found.append(f"one cause on all ranks, not {said}")

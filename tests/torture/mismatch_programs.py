@@ -152,9 +152,12 @@ class _Rank:
         self.stopped = False  # refused, or in a fault of its own
 
 
-def outcome(programs: list[Program], *, closes: bool, sees_closed: bool) -> Outcome:
+def outcome(programs: list[Program], *, closes: bool, sees_closed: bool, direct: bool = True) -> Outcome:
     """Of programs that differ on one rank at most. `closes`: a rank closes its workspace when it has come to its end, as it
-    does in any case when it is refused; `sees_closed`: others notice (threads have no sockets that could tell them)."""
+    does in any case when it is refused; `sees_closed`: others notice (threads have no sockets that could tell them).
+
+    Not `direct`, the collective backend: a chunk is sent by its wait alone, and a call that a rank must not make now is
+    looked at when all ranks have come to it, which they do not."""
     num_ranks = len(programs)
     ranks = [_Rank() for _ in programs]
     result = Outcome([{} for _ in programs], [0] * num_ranks)
@@ -181,20 +184,24 @@ def outcome(programs: list[Program], *, closes: bool, sees_closed: bool) -> Outc
             result.refused.add(rank)
             return False
         is_open = lane in me.open_rows
-        if call.op in ("query", "query_out") and is_open:
+        if direct and call.op in ("query", "query_out") and is_open:
             return fault_of_its_own(rank, me, "DcpError")
-        if call.op == "reduce" and is_open and me.open_rows[lane] != call.number:
+        if direct and call.op == "reduce" and is_open and me.open_rows[lane] != call.number:
             return fault_of_its_own(rank, me, "DcpMismatch")
         round_idx = me.num_rounds[call.stream]
         if call.op in ("chunk", "start"):
             # The buffer of the chunk before last: every peer has come to the wait for the last one. (Another chunk lies
             # behind every lane.)
-            if round_idx >= 1 and any(other.num_waits[lane] < round_idx for other in ranks if other is not me):
+            if (
+                direct
+                and round_idx >= 1
+                and any(other.num_waits[lane] < round_idx for other in ranks if other is not me)
+            ):
                 return False
             me.started[lane] = (call._replace(op="start"), me.at)
-        if call.op != "wait":
+        if call.op != ("wait" if direct else "start"):
             what = call._replace(op="chunk") if call.is_chunk else call
-            flags[call.stream, round_idx][rank] = (what, me.at)
+            flags[call.stream, round_idx][rank] = (what, me.started[lane][1] if call.is_chunk else me.at)
         if call.op in ("chunk", "wait"):
             me.num_waits[lane] += 1
         return True
@@ -236,8 +243,8 @@ def outcome(programs: list[Program], *, closes: bool, sees_closed: bool) -> Outc
     gone = [rank for rank in range(num_ranks) if ranks[rank].stopped or ranks[rank].at == len(programs[rank])]
     waiting = [rank for rank in range(num_ranks) if rank not in gone]
     if gone and sees_closed and (closes or result.refused):
-        # Whoever looks first may see some of those that leave, and not yet all.
-        some = {tuple(rank for i, rank in enumerate(gone) if bits >> i & 1) for bits in range(1, 1 << len(gone))}
+        # Whoever looks first may see some of those that leave, and not yet all; or that a connection broke.
+        some = {tuple(rank for i, rank in enumerate(gone) if bits >> i & 1) for bits in range(direct, 1 << len(gone))}
         result.faults.append(Fault("DcpPeerLost", frozenset(some)))
     elif gone:
         result.faults.append(Fault("DcpTimeout", frozenset({tuple(gone)})))
