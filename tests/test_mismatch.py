@@ -20,7 +20,7 @@ from dcpkernels.testing import run_ranks
 from tests.a2a_calls import attempt, meet
 from tests.torture.mismatch_check import check_programs
 from tests.torture.mismatch_programs import Call
-from tests.torture.mismatch_ranks import CONFIG, WARM_UP, Maker
+from tests.torture.mismatch_ranks import CONFIG, HEAD_DIM, NUM_HEADS, WARM_UP, Maker
 
 TIMEOUT_S = 1.0  # of the direct backend, whose ranks end together
 SHORT = dataclasses.replace(CONFIG, timeout_s=TIMEOUT_S)
@@ -95,6 +95,25 @@ def test_a_layer_like_the_next_one_is_missed_at_the_end_only():
     expected, error = check_programs([LAYER * 3, LAYER * 2, LAYER * 3], SHORT)
     assert type(error) is DcpTimeout and error.ranks == (1,)
     assert expected.ends == [4, 4, 4] and expected.matched[0][2] == (2, 2, 2)
+
+
+def test_lengths_that_contradict_are_each_rank_s_own():
+    """The last rank calls rows 2 and up padding, the others call no row so: its shard is left out of these, and of nothing
+    else. No rank can know who is right."""
+
+    def body(group):
+        with Workspace(group, config=SHORT) as workspace:
+            rank = workspace.rank
+            lengths = {
+                "seq_lens": torch.tensor([5], dtype=torch.int32),
+                "query_start_loc": torch.tensor([0, 2 if rank == 2 else 4], dtype=torch.int32),
+            }
+            payload = torch.full((4, NUM_HEADS, HEAD_DIM), float(3 * rank))
+            return a2a_lse_reduce(payload, torch.zeros(4, NUM_HEADS), workspace=workspace, lse_base="e", **lengths)
+
+    for out in run_ranks(body, 3):
+        expected = torch.tensor([3.0, 3.0, 1.5, 1.5]).view(4, 1, 1)
+        assert (out - expected).abs().max() < 1e-5
 
 
 # -- waits that are not for a flag, or on another channel
