@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dcpkernels import Workspace, _backend, a2a_lse_reduce, kv_gather_start
-from dcpkernels.errors import DcpError, DcpMismatch, DcpTimeout
+from dcpkernels.errors import DcpError, DcpMismatch, DcpTimeout, DcpUnsupported
 from dcpkernels.testing import run_ranks
 from tests.a2a_calls import attempt, meet
 from tests.torture.mismatch_check import check_programs
@@ -97,6 +97,32 @@ def test_a_layer_like_the_next_one_is_missed_at_the_end_only():
     assert expected.ends == [4, 4, 4] and expected.matched[0][2] == (2, 2, 2)
 
 
+def test_lanes_in_threads():
+    """A call that differs in one lane ends what another thread does in the other lane, on all ranks, by the same error."""
+
+    def body(group):
+        with Workspace(group, config=dataclasses.replace(CONFIG, timeout_s=20.0)) as workspace:
+
+            def calls(lane: int) -> DcpError:
+                maker = Maker(workspace)
+                for i in itertools.count():
+                    differs = lane == 0 and i == 30 and workspace.rank == 1
+                    result = attempt(maker, Call("reduce", lane, 5 if differs else 3, "e"), 7)
+                    if result.error is not None:
+                        return result.error
+                    assert result.value == (7,) * workspace.num_ranks
+                raise AssertionError
+
+            with ThreadPoolExecutor(2) as pool:
+                errors = list(pool.map(calls, (0, 1)))
+            meet(group)
+            return errors
+
+    errors = [error for of_rank in run_ranks(body, 3) for error in of_rank]
+    assert len({str(error) for error in errors}) == 1
+    assert type(errors[0]) is DcpMismatch and 1 in errors[0].ranks and "num_tokens=5" in str(errors[0])
+
+
 def test_lengths_that_contradict_are_each_rank_s_own():
     """The last rank calls rows 2 and up padding, the others call no row so: its shard is left out of these, and of nothing
     else. No rank can know who is right."""
@@ -172,6 +198,29 @@ def test_channels_in_threads_and_channels_in_one():
     for result in run_ranks(body, 2):
         assert type(result.error) is DcpMismatch and result.error.ranks == (0, 1), result
         assert "lane=0" in str(result.error) and "lane=1" in str(result.error)
+
+
+# -- builds
+
+
+def another_build(group, name):
+    module = _backend.load("cpu")
+    usual = getattr(module, name)
+    if group.rank() == 1:
+        setattr(module, name, 99)
+    refused = [attempt(Workspace, group, config=SHORT, backend=backend).error for backend in ("direct", "auto")]
+    setattr(module, name, usual)
+    Workspace(group, config=SHORT).close()
+    return refused
+
+
+@pytest.mark.parametrize("name, word", [("BUILD_ID", "build"), ("PROTOCOL_VERSION", "protocol")])
+def test_ranks_of_different_builds_exchange_nothing(name, word):
+    """Refused on all ranks when the workspace is made, with the rank that differs; with any backend."""
+    for refused in run_ranks(another_build, 3, name, mode="process"):
+        for error in refused:
+            assert type(error) is DcpUnsupported and error.ranks == (1,), error
+            assert f"all ranks must agree on {word} (ranks 0, 2: " in str(error) and "rank 1: 99" in str(error)
 
 
 # -- digests
