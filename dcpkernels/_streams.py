@@ -112,7 +112,7 @@ class Streams:
                 self._exchange_calls(stream, descriptor)
                 move()
         except (DcpTimeout, Refused, _Mismatch) as error:
-            self._note(self._call_elsewhere(stream, error) or error, stream, descriptor)
+            self._note(self._call_elsewhere(stream, descriptor, error) or error, stream, descriptor)
         except BaseException:  # an interrupt: what the peers get is not known any more
             self._note(DcpError("interrupted"), stream, descriptor)
             discard()
@@ -143,8 +143,9 @@ class Streams:
             if call != calls[0]:  # every rank has the same list, and says the same of it
                 raise _Mismatch(rank, call, reporter=0, reporters_call=calls[0])
 
-    def _call_elsewhere(self, stream: Stream, error: Exception) -> _Mismatch | None:
-        """Why a rank did not come, if it waits in another stream for this one: the two made different calls."""
+    def _call_elsewhere(self, stream: Stream, descriptor: int, error: Exception) -> _Mismatch | None:
+        """Why a rank did not come, if it waits in another stream for this one: the two made different calls. Of all ranks
+        that wait somewhere, the first one and the first that is in another stream than it: so all name the same two."""
         if not isinstance(error, DcpTimeout) or isinstance(error, DcpPeerLost):
             return None
         waits = [
@@ -156,9 +157,13 @@ class Streams:
         ]
         if waits:
             time.sleep(_SECOND_LOOK_S)
-        for other, rank, waited in waits:
-            if other.group.awaited_by(rank) == waited:
-                return _Mismatch(rank, waited[1])
+        here = (stream, descriptor)
+        calls = {rank: here for rank in range(stream.group.num_ranks) if rank not in error.ranks}
+        calls |= {rank: (other, waited[1]) for other, rank, waited in waits if other.group.awaited_by(rank) == waited}
+        first = min(calls, default=0)
+        for rank in sorted(calls):
+            if calls[rank][0] is not calls[first][0]:
+                return _Mismatch(rank, calls[rank][1], reporter=first, reporters_call=calls[first][1])
         return None
 
     # -- health

@@ -22,7 +22,7 @@ from tests.torture.mismatch_check import check_programs
 from tests.torture.mismatch_programs import Call
 from tests.torture.mismatch_ranks import CONFIG, HEAD_DIM, NUM_HEADS, WARM_UP, Maker
 
-TIMEOUT_S = 1.0  # of the direct backend, whose ranks end together
+TIMEOUT_S = 2.0  # of the direct backend, whose ranks end together; far more than a busy machine holds up a rank
 SHORT = dataclasses.replace(CONFIG, timeout_s=TIMEOUT_S)
 
 # -- calls of every two kinds
@@ -53,7 +53,7 @@ def check_pair(number: int, pair: tuple[str, str], backend: str) -> None:
     assert expected.at_once == (usual[0].stream == other[0].stream), pair
 
 
-@pytest.mark.parametrize("backend, every", [("direct", 1), ("collective", 3)])
+@pytest.mark.parametrize("backend, every", [("direct", 1), ("collective", 4)])
 def test_calls_of_every_two_kinds(backend, every):
     """DcpMismatch on all of 2, 3 and 4 ranks, in one text that has both calls; in time; no numbers."""
     pairs = list(enumerate(itertools.combinations(KINDS, 2)))[::every]

@@ -55,10 +55,12 @@ def check_point(point: Point, backend: str, mode: str) -> str:
     """Returns what came of it."""
     config = dataclasses.replace(CONFIG, timeout_s=TIMEOUT_S, **point.way)
     try:
-        _, error = check_programs(point.programs, config, closes=point.closes, backend=backend, mode=mode)
+        expected, error = check_programs(point.programs, config, closes=point.closes, backend=backend, mode=mode)
     except Exception as failure:
         raise AssertionError(f"seed {point.seed}: {point.change}, {point.way}, {backend}, {mode}") from failure
-    return "no error" if error is None else type(error).__name__
+    if error is None:
+        return "refused, by itself" if expected.refused else "no error"
+    return type(error).__name__
 
 
 @pytest.mark.parametrize(
