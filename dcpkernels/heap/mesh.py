@@ -66,7 +66,9 @@ class Mesh:
             sockets.send(self._peers[peer], peer, self._hello(addresses[peer]), deadline)
         self._let_in(listener, addresses, deadline)
         for peer in range(self.rank):
-            _, answer = self._receive({peer}, deadline)
+            _, answer = self._next({peer}, deadline)  # unpickled is only what comes from a rank that is known
+            if answer == b"":
+                raise sockets.gone(peer)
             if answer != _HELLO + listener.address.nonce + struct.pack("<I", peer):
                 raise DcpError(f"rank {peer} must answer with this rank's nonce (it did not)", ranks=(peer,))
 
@@ -209,6 +211,15 @@ class Mesh:
             raise
 
     def _receive(self, peers: Iterable[int], deadline: Deadline, fds: list[int] | None = None) -> tuple[int, bytes]:
+        """The next message of any of `peers`, which have said who they are. Raises what a peer gives up for."""
+        peer, message = self._next(peers, deadline, fds)
+        if message[:1] == _ABORT:
+            raise restore(pickle.loads(message[1:]))
+        if message in (b"", _BYE):
+            raise sockets.gone(peer)
+        return peer, message
+
+    def _next(self, peers: Iterable[int], deadline: Deadline, fds: list[int] | None = None) -> tuple[int, bytes]:
         """The next message of any of `peers`; a fast peer's message of the next step stays in its queue."""
         by_fd = {self._peers[peer].fileno(): peer for peer in peers}
         poller = select.poll()
@@ -217,13 +228,8 @@ class Mesh:
         while ready := poller.poll(sockets.poll_ms(deadline)):
             peer = min(by_fd[fd] for fd, _ in ready)
             message = sockets.read(self._peers[peer], fds)
-            if message is None:
-                continue
-            if message[:1] == _ABORT:
-                raise restore(pickle.loads(message[1:]))
-            if message in (b"", _BYE):
-                raise sockets.gone(peer)
-            return peer, message
+            if message is not None:
+                return peer, message
         raise sockets.timeout(by_fd.values(), deadline)
 
     def abort(self, cause: DcpTimeout) -> None:
