@@ -59,6 +59,8 @@ def words(addresses, own: int, old: bytes) -> dict[str, bytes]:
         "the nonce and no rank": b"H" + nonce,
         "half of a rank": hello(nonce, 1)[:-2],
         "one byte too much": hello(nonce, 1) + b"\0",
+        "the rank twice": hello(nonce, 1) + struct.pack("<I", 1),
+        "the words at the end of others": b"H" + hello(nonce, 1),
         "one bit of the nonce": hello(bytes([nonce[0] ^ 1]) + nonce[1:], 1),
         "the last bit of the nonce": hello(nonce[:-1] + bytes([nonce[-1] ^ 128]), 1),
         "a hello without a nonce, as of another version": b"H" + struct.pack("<I", 1),
