@@ -40,7 +40,7 @@ SEAL, SHRINK, GROW, WRITE = 1, 2, 4, 8
 
 
 def make(group, nbytes=NBYTES, *, init=lambda address: None, **fields):
-    return CpuHeap.create(as_group(group), nbytes, init=init, payload={}, timeout_s=20.0, **fields)
+    return CpuHeap.create(as_group(group), nbytes, init=init, payload={}, timeout_s=60.0, **fields)
 
 
 # -- what is taken
@@ -117,7 +117,7 @@ def test_only_a_sealed_file_of_the_right_size_is_taken():
     """Anything else is an error that is the same on all ranks and names the rank that gave it; nothing is left of it,
     and the next try works."""
     for (what, (_, text)), results in zip(
-        FILES.items(), zip(*run_ranks(offer, 3, mode="process"), strict=True), strict=True
+        FILES.items(), zip(*run_ranks(offer, 3, mode="process", timeout_s=180.0), strict=True), strict=True
     ):
         cls, said, ranks = same_everywhere([error for error, _ in results])
         assert cls is DcpError and text in said and "map peers failed on rank 0" in said, (what, said)
@@ -346,7 +346,7 @@ def jobs_side_by_side(world, folder):
 
 def test_two_jobs_with_the_same_names_do_not_meet(tmp_path):
     """Twenty heaps at the same time in two jobs on one host, whose groups have the same name, ranks and sizes."""
-    results = run_ranks(jobs_side_by_side, 4, tmp_path, mode="process")
+    results = run_ranks(jobs_side_by_side, 4, tmp_path, mode="process", timeout_s=180.0)
     assert len({name for name, _ in results}) == 1, "the names are not the same"
     for number, (_, found) in enumerate(results):
         for i, regions in enumerate(found):
