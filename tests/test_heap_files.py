@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dcpkernels.errors import DcpError
+from dcpkernels import Workspace, WorkspaceConfig, _backend
+from dcpkernels.errors import DcpError, DcpUnsupported
 from dcpkernels.heap import cpu, sockets
 from dcpkernels.heap.cpu import CpuHeap
 from dcpkernels.heap.group import Deadline, as_group
@@ -352,3 +353,28 @@ def test_two_jobs_with_the_same_names_do_not_meet(tmp_path):
         for i, regions in enumerate(found):
             marks = [100 * (number // 2) + 10 * rank + i % 10 for rank in (0, 1)]
             assert regions == [bytes([mark]) * NBYTES for mark in marks]
+
+
+# -- another version
+
+
+def another_version(group):
+    config = WorkspaceConfig(6, 64, 2, timeout_s=20.0, first_call_timeout_s=20.0)
+    raised, module, before = [], _backend.load("cpu"), resources()
+    for name, value in (("PROTOCOL_VERSION", 0), ("BUILD_ID", "of last week")):
+        for backend in ("direct", "auto"):
+            with pytest.MonkeyPatch.context() as patch:
+                if group.rank() == 1:
+                    patch.setattr(module, name, value)
+                raised.append(outcome(lambda backend=backend: Workspace(group, config=config, backend=backend)))
+    assert resources() == before
+    Workspace(group, config=config, backend="direct").close()
+    return raised
+
+
+def test_another_version_is_refused_before_anything_is_made():
+    """Of the protocol, or of the build, on one rank: the same on all, with both values; no backend is good enough."""
+    errors = same_everywhere(run_ranks(another_version, 3, mode="process"))
+    for (cls, text, ranks), name in zip(errors, ["protocol", "protocol", "build", "build"], strict=True):
+        assert cls is DcpUnsupported and ranks == (1,) and f"all ranks must agree on {name} (rank" in text, text
+        assert ("rank 1: 0" if name == "protocol" else "rank 1: 'of last week'") in text, text
