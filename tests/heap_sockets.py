@@ -46,7 +46,7 @@ def listeners(num_ranks: int):
     assert descriptors() == before, "descriptors are left"
 
 
-def connect(made, addresses, *, ranks=None, timeout_s: float = 10.0) -> list[Mesh | DcpError]:
+def connect(made, addresses, *, ranks=None, timeout_s: float = 10.0) -> list[Mesh | DcpError | None]:
     """What came of connecting, rank by rank. The ranks are threads; to the sockets it is all the same."""
     ranks = range(len(made)) if ranks is None else ranks
     outcomes: list = [None] * len(made)
@@ -61,9 +61,9 @@ def connect(made, addresses, *, ranks=None, timeout_s: float = 10.0) -> list[Mes
             mesh.close()
             outcomes[number] = error
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in ranks]
-    [thread.start() for thread in threads], [thread.join() for thread in threads]
-    return [outcomes[number] for number in ranks]
+    threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in ranks]
+    [thread.start() for thread in threads], [thread.join(timeout_s + 20.0) for thread in threads]
+    return [outcomes[number] for number in ranks]  # None: it is still there, long after its deadline
 
 
 def assert_connected(outcomes) -> None:
