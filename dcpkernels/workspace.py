@@ -302,6 +302,7 @@ class Workspace:
                 "which no call has taken yet (given an older or a used one: peers may still read it)"
             )
         if status == module.STATUS_NOT_WAITED:
+            self._closed_impl.check_fault(op)  # after one it cannot be waited for
             raise DcpInvalidArgument(f"{op}: the chunk started before on lane {lane} must be waited for first (it was not)")
         if status == module.STATUS_NOT_STARTED:
             self._closed_impl.check_fault(op)  # a fault ended it
