@@ -15,7 +15,7 @@ from dcpkernels._gathers import DirectGathers
 from dcpkernels.config import WorkspaceConfig
 from dcpkernels.errors import DcpError
 from dcpkernels.heap.group import Deadline, Group
-from dcpkernels.heap.verdict import agree
+from dcpkernels.heap.verdict import agree, attempt
 from dcpkernels.region_layout import GATHER_PARTS, RegionLayout
 
 if TYPE_CHECKING:
@@ -62,30 +62,34 @@ class DirectBackend:
         )
         self._heap = device.heap
         self.closed = False
-        error = None
         try:
-            with device.current():  # an endpoint looks whether its device runs the kernels
-                self._endpoint = module.Endpoint(
-                    rank=group.rank,
-                    reserved=self._reserved(),
-                    socket_fds=self._heap.socket_fds,
-                    control=control,
-                    timeout_ns=math.ceil(timeout_s * 1e9),
-                    first_timeout_ns=math.ceil(first_call_timeout_s * 1e9),
-                    isa=isa,
-                    **device.endpoint_fields(),
-                )
-            self._geometries = [self._geometry(lane) for lane in range(config.num_lanes)]
-            self._buffers = [[self._buffer(lane, index) for index in (0, 1)] for lane in range(config.num_lanes)]
-            self.gathers = DirectGathers(module, self._endpoint, config, layout, device)
-        except Exception as failure:
-            error = failure
-        try:
-            agree(group, "workspace: start", error=error, timeout_s=deadline.for_call())
+            _, error = attempt(lambda: self._start(group.rank, config, control, timeout_s, first_call_timeout_s, isa))
+            # Where there are sockets, all hear of a death at once; of the caller's group, only some ranks might.
+            agree(self._heap.mesh or group, "workspace: start", error=error, timeout_s=deadline.for_call())
         except BaseException:
             self._buffers = []
             device.close(timeout_s=0)
             raise
+
+    def _start(
+        self, rank: int, config: WorkspaceConfig, control: Any, timeout_s: float, first_call_timeout_s: float, isa: str
+    ) -> None:
+        """What is made on top of the regions, by this rank alone."""
+        module, device = self._module, self._device
+        with device.current():  # an endpoint looks whether its device runs the kernels
+            self._endpoint = module.Endpoint(
+                rank=rank,
+                reserved=self._reserved(),
+                socket_fds=self._heap.socket_fds,
+                control=control,
+                timeout_ns=math.ceil(timeout_s * 1e9),
+                first_timeout_ns=math.ceil(first_call_timeout_s * 1e9),
+                isa=isa,
+                **device.endpoint_fields(),
+            )
+        self._geometries = [self._geometry(lane) for lane in range(config.num_lanes)]
+        self._buffers = [[self._buffer(lane, index) for index in (0, 1)] for lane in range(config.num_lanes)]
+        self.gathers = DirectGathers(module, self._endpoint, config, self._layout, device)
 
     def _reserved(self) -> list[tuple[int, int]]:
         """Address and bytes of all buffers that the gathers hand out, in every mapping of them."""

@@ -217,6 +217,11 @@ class CpuHeap:
             )
         return cls(rank, cards[rank], bases, held)
 
+    @property
+    def mesh(self) -> Mesh | None:
+        """The sockets to the other processes; None for thread ranks and for a rank alone."""
+        return self._held.mesh
+
     def own_memory(self, offset: int, nbytes: int) -> Any:
         """A part of this rank's region as a writable buffer, which stays mapped as long as it is referred to."""
         return self._held.regions[0].memory(offset, nbytes)

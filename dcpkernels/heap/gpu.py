@@ -25,7 +25,7 @@ from dcpkernels.heap.gpu_held import Held
 from dcpkernels.heap.gpu_region import DeviceMemory, Region
 from dcpkernels.heap.gpu_setup import Made, Setup
 from dcpkernels.heap.group import Group
-from dcpkernels.heap.mesh import gave_up
+from dcpkernels.heap.mesh import Mesh, gave_up
 
 
 class GpuHeap:
@@ -95,6 +95,11 @@ class GpuHeap:
 
     def _describe(self, steps: Any) -> None:
         """Takes over what a vendor's `steps` have made besides."""
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """As of CpuHeap; None between hosts, too."""
+        return self._held.mesh
 
     def own_memory(self, offset: int, nbytes: int) -> DeviceMemory:
         """A part of this rank's region, by `__cuda_array_interface__` (uint8). The region stays mapped as long as

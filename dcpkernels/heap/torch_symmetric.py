@@ -116,6 +116,7 @@ class TorchSymmetricHeap:
     multicast_reason: str
     host_control: int
     socket_fds: list[int]
+    mesh = None
 
     def __init__(self, rank: int, mapped: _Mapped, nbytes: int, multicast_reason: str, held: _Held) -> None:
         """For `create` only."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 import torch
 
 from dcpkernels import Workspace, a2a_lse_reduce, kv_gather_start
+from dcpkernels._direct import DirectBackend
 from dcpkernels.testing import run_ranks
 from tests.a2a_calls import attempt, meet
 from tests.torture.faults_mix import CHUNK, HEAD_DIM, LOCAL_HEADS, config_for, tables
@@ -31,3 +36,29 @@ def test_a_chunk_that_was_started_does_not_hide_the_fault(backend):
     """Every op raises the fault: the chunk cannot be waited for any more, so to ask for that would send nobody on."""
     for errors in run_ranks(fault_between_start_and_wait, 2, backend):
         assert errors == [("DcpMismatch", (0, 1))] * 3
+
+
+def death_in_the_last_step(group, victim, how):
+    if group.rank() == victim:
+
+        def strike(*_):
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyboardInterrupt
+
+        DirectBackend._reserved = strike
+    config = config_for(5, "bulk", timeout_s=20.0, first_call_timeout_s=20.0)
+    try:
+        result = attempt(Workspace, group, config=config, backend="direct")
+    finally:
+        time.sleep(0.5)  # a rank that exits now would wake others that are stuck
+    return type(result.error).__name__, getattr(result.error, "ranks", ()), result.seconds
+
+
+@pytest.mark.parametrize("how", ["dies", "Ctrl-C"])
+def test_all_hear_at_once_of_a_rank_that_fails_in_the_last_step(how):
+    """Over the sockets of the workspace: of the caller's group only some ranks would, and the others at the deadline."""
+    expect_exit = {2: -9} if how == "dies" else None
+    results = run_ranks(death_in_the_last_step, 5, 2, how, mode="process", expect_exit=expect_exit)
+    for name, ranks, seconds in results[:2] + results[3:]:
+        assert (name, ranks) == ("DcpPeerLost", (2,)) and seconds < 5, results
