@@ -67,12 +67,17 @@ class _Held:
             os.close(file)
 
     def release(self) -> None:
-        """Local, never blocks, may be called again."""
-        self.close_sockets()
-        self.close_file()
-        self.shared.release()
-        while self.regions:
-            self.regions.pop().release()
+        """Local, never blocks, may be called again. Ctrl-C in the middle does not keep the rest from being released: a
+        finaliser runs only once."""
+        try:
+            self.close_sockets()
+        finally:
+            try:
+                self.close_file()
+                self.shared.release()
+            finally:
+                while self.regions:
+                    self.regions.pop().release()
 
 
 class CpuHeap:

@@ -75,9 +75,11 @@ class SharedRegion:
 
     def release(self) -> None:
         """Local, never blocks, may be called again."""
-        self._close_file()
-        while self._regions:
-            self._regions.pop().release()
+        try:
+            self._close_file()
+        finally:
+            while self._regions:
+                self._regions.pop().release()
 
     def _close_file(self) -> None:
         file, self._file = self._file, -1

@@ -11,8 +11,11 @@ import torch
 
 from dcpkernels import Workspace, a2a_lse_reduce, kv_gather_start
 from dcpkernels._direct import DirectBackend
+from dcpkernels.heap.group import as_group
+from dcpkernels.heap.mesh import Mesh
+from dcpkernels.heap.shared import SharedRegion
 from dcpkernels.testing import run_ranks
-from tests.a2a_calls import attempt, meet
+from tests.a2a_calls import attempt, meet, own_mappings
 from tests.torture.faults_mix import CHUNK, HEAD_DIM, LOCAL_HEADS, config_for, tables
 
 
@@ -62,3 +65,47 @@ def test_all_hear_at_once_of_a_rank_that_fails_in_the_last_step(how):
     results = run_ranks(death_in_the_last_step, 5, 2, how, mode="process", expect_exit=expect_exit)
     for name, ranks, seconds in results[:2] + results[3:]:
         assert (name, ranks) == ("DcpPeerLost", (2,)) and seconds < 5, results
+
+
+def late_behind_another(group):
+    """Rank 0 does not come. Rank 2 waits for it in the first group; rank 1 is past that, and waits in the second one."""
+    first = as_group(group).duplicate(timeout_s=20)
+    second = as_group(group).duplicate(timeout_s=20, beside=first)
+    size, rank = [1] * 3, group.rank()
+    exchange = {1: second, 2: first}.get(rank)
+    result = None
+    if exchange is not None:
+        first._num_exchanges += rank == 1
+        receive, send = torch.zeros(3, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)
+        timeout_s = {1: 0.8, 2: 2.5}[rank]
+        result = attempt(exchange.all_to_all, receive, send, size, size, timeout_s=timeout_s).error
+    meet(group)
+    first.close(), second.close()
+    return type(result).__name__, getattr(result, "ranks", ())
+
+
+def test_the_collective_backend_does_not_name_who_waits_for_the_late_one():
+    """A rank that left no note here, but waits in an exchange that this one is done with, is held up as well."""
+    assert run_ranks(late_behind_another, 3, mode="process")[1] == ("DcpTimeout", (0,))
+
+
+def interrupted_close(group, where):
+    workspace = Workspace(
+        group, config=config_for(2, "bulk", timeout_s=5.0, first_call_timeout_s=5.0), backend="direct"
+    )
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    meet(group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*where, interrupted)
+        error = attempt(workspace.close).error
+    workspace.close()
+    return type(error), own_mappings()
+
+
+@pytest.mark.parametrize("where", [(SharedRegion, "_close_file"), (Mesh, "close")], ids=["file", "sockets"])
+def test_ctrl_c_in_close_leaves_no_memory_mapped(where):
+    for error, mappings in run_ranks(interrupted_close, 2, where, mode="process"):
+        assert error is KeyboardInterrupt and mappings == []
