@@ -119,8 +119,13 @@ class Region:
         """`nbytes` at `offset` as a buffer, to write as far as the mapping allows. It keeps the region mapped for as
         long as anything refers to it."""
         self.retain()
-        memory = (ctypes.c_char * nbytes).from_address(self.address + offset)
-        weakref.finalize(memory, self.release).atexit = False
+        try:
+            memory = (ctypes.c_char * nbytes).from_address(self.address + offset)
+            finalizer = weakref.finalize(memory, self.release)
+        except BaseException:
+            self.release()
+            raise
+        finalizer.atexit = False
         return memory
 
     def release(self) -> None:

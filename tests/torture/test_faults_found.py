@@ -13,6 +13,7 @@ from dcpkernels import Workspace, a2a_lse_reduce, kv_gather_start
 from dcpkernels._direct import DirectBackend
 from dcpkernels.heap.group import as_group
 from dcpkernels.heap.mesh import Mesh
+from dcpkernels.heap.region import Region, create_file
 from dcpkernels.heap.shared import SharedRegion
 from dcpkernels.testing import run_ranks
 from tests.a2a_calls import attempt, meet, own_mappings
@@ -109,3 +110,19 @@ def interrupted_close(group, where):
 def test_ctrl_c_in_close_leaves_no_memory_mapped(where):
     for error, mappings in run_ranks(interrupted_close, 2, where, mode="process"):
         assert error is KeyboardInterrupt and mappings == []
+
+
+def test_a_view_that_cannot_be_made_does_not_keep_its_region(monkeypatch):
+    before = own_mappings()
+    region = Region(fd := create_file(4096), 4096)
+    os.close(fd)
+
+    def no_memory(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr("dcpkernels.heap.region.weakref.finalize", no_memory)
+        region.memory(0, 8)
+    assert len(own_mappings()) == len(before) + 1
+    region.release()
+    assert own_mappings() == before
