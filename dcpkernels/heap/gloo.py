@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -47,7 +48,11 @@ class GlooGroup:
         self.rank, self.num_ranks = rank, num_ranks
         self._board = _Board(store)
         self._shared_board = self._board if beside is None else beside._shared_board
-        self._num_exchanges = 0
+        # Those of one workspace, by weak reference: they go when the workspace does.
+        self._together: weakref.WeakSet[GlooGroup] = weakref.WeakSet() if beside is None else beside._together
+        self._index = len(self._together)  # the same on all ranks
+        self._together.add(self)
+        self._num_exchanges, self._is_waiting = 0, False
         self._cause: tuple[str, str, tuple[int, ...]] | None = None
         deadline = Deadline(timeout_s)
         try:
@@ -99,8 +104,14 @@ class GlooGroup:
     def _exchange(self, start: Callable[[], list[Any]], timeout_s: float, note: int) -> None:
         """Starts what is to be exchanged, and waits for all of it."""
         self._num_exchanges += 1
+        self._is_waiting = True
+        try:
+            self._exchange_or_fail(start, Deadline(timeout_s), note)
+        finally:
+            self._is_waiting = False
+
+    def _exchange_or_fail(self, start: Callable[[], list[Any]], deadline: Deadline, note: int) -> None:
         if self._cause is None:
-            deadline = Deadline(timeout_s)
             try:
                 try:
                     works = start()
@@ -120,12 +131,19 @@ class GlooGroup:
         for work in works:
             while not self._is_done(work, deadline):
                 if num_slices == 0:
-                    self._board.post(f"waits/{self.rank}", f"{self._num_exchanges} {note}")
+                    self._leave_note(self._num_exchanges, note)
                 num_slices += 1
                 if num_slices % _LOOK_EVERY == 0:
                     self._raise_known_cause()
                 if deadline.expired:
                     raise self._first_cause(self._late(deadline))
+        if num_slices > 0:  # the note stays true: this rank has been here, and does not wait any more
+            self._leave_note(-self._num_exchanges, note)
+
+    def _leave_note(self, number: int, note: int) -> None:
+        """Where this rank waits, and how many exchanges of each group it has come to."""
+        counts = sorted((group._index, group._num_exchanges) for group in list(self._together))
+        self._board.post(f"waits/{self.rank}", f"{number} {note} " + " ".join(str(count) for _, count in counts))
 
     def _is_done(self, work: Any, deadline: Deadline) -> bool:
         """Waits for a slice only, because Ctrl-C is not seen inside a wait."""
@@ -143,8 +161,7 @@ class GlooGroup:
 
     def awaited_by(self, rank: int) -> tuple[int, int] | None:
         """The exchange in which `rank` waits, if it does so in one that this rank has not come to, and its note."""
-        text = self._board.read(f"waits/{rank}")
-        number, note = map(int, text.split()) if text else (0, 0)
+        number, note = (*_note_on(self._board, rank), 0, 0)[:2]
         return (number, note) if number > self._num_exchanges else None
 
     def close(self) -> None:
@@ -170,17 +187,34 @@ class GlooGroup:
     def _late(self, deadline: Deadline) -> DcpTimeout:
         grace = Deadline(_GRACE_S)
         while True:
-            late = [peer for peer in self._peers() if not self._waits_here(peer)]
+            late = [peer for peer in self._peers() if not self._has_come(peer)]
             if not late or grace.expired:
                 break
             time.sleep(SLICE_S)
+        # One that waits in an exchange that this rank has got through is held up by the same rank as this one.
+        together = list(self._together) if self._board.answers else []
+        held_up = [peer for peer in late if any(group._waits_behind(peer) for group in together)]
+        if len(held_up) < len(late):
+            late = [peer for peer in late if peer not in held_up]
         late = late if self._board.answers else []
         who = f"no answer from {rank_list(late)}" if late else "not all ranks answered"
         return DcpTimeout(f"{who} within {deadline.timeout_s:.3g} s", ranks=late)
 
-    def _waits_here(self, peer: int) -> bool:
-        text = self._board.read(f"waits/{peer}")
-        return bool(text) and int(text.split()[0]) >= self._num_exchanges
+    def _has_come(self, peer: int) -> bool:
+        """Whether `peer` has come to the exchange that this rank waits in. Where it got through that at once it left no
+        note here, but perhaps where it waits now."""
+        for board in (self._board, *(group._board for group in list(self._together) if group is not self)):
+            counts = _note_on(board, peer)[2:]
+            if counts[self._index : self._index + 1] >= [self._num_exchanges]:
+                return True
+            if not board.answers:
+                break
+        return False
+
+    def _waits_behind(self, peer: int) -> bool:
+        """Whether `peer` waits in an exchange that this rank has got through."""
+        number = (*_note_on(self._board, peer), 0)[0]
+        return 0 < number < self._num_exchanges + (not self._is_waiting)
 
     def _lost(self, error: RuntimeError, deadline: Deadline) -> DcpTimeout:
         """Every rank notices that a connection broke, at its next exchange at the latest, and says that it is alive.
@@ -191,6 +225,7 @@ class GlooGroup:
         most = Deadline(min(deadline.for_call() or _LOST_S, _LOST_S))
         while True:
             self._raise_known_cause()
+            self._raise_cause_elsewhere()
             silent = [peer for peer in self._peers() if not board.read(f"alive/{peer}")]
             if len(silent) <= 1 or most.expired or not board.answers:
                 break
@@ -208,6 +243,12 @@ class GlooGroup:
             text = self._board.post_first("cause", lost)
         if text:
             raise self._keep(text)
+
+    def _raise_cause_elsewhere(self) -> None:
+        """A rank that gave up in another group has closed this one as well."""
+        for group in list(self._together) if self._board.answers else ():
+            if text := group._board.read("cause"):
+                raise self._keep(self._board.post_first("cause", text))
 
     def _first_cause(self, error: DcpTimeout) -> DcpTimeout:
         text = json.dumps(describe(error))
@@ -269,3 +310,8 @@ class _Board:
         thread.join(_PATIENCE_S)
         self.answers = bool(answers)
         return answers[0] if answers else None
+
+
+def _note_on(board: _Board, rank: int) -> list[int]:
+    """What `rank` left there: the number of an exchange, negative when it has ended; its note; the rank's counts."""
+    return [int(word) for word in board.read(f"waits/{rank}").split()]
