@@ -129,7 +129,9 @@ def _judge(world: World, round_idx: int, moment: float, views: dict[int, Seen]) 
             assert delay < limit, f"{delay}: {where}"
         for error, ranks, seconds in view.later:
             assert (error, ranks) == (view.error, view.ranks) and seconds < 1, where
-        assert view.close_s < 1.5, where
+        assert view.close_s < (0.6 if round_.backend == "direct" else 1.5), (
+            where
+        )  # less than timeout_s: waits for nobody
     if len(round_.victims) == 1 and round_.backend == "direct":
         assert len({(view.error, view.ranks) for view in views.values()}) <= 1, f"round {round_idx}: {views}"
 
