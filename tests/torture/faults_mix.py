@@ -7,6 +7,7 @@ partial output lies in memory of the workspace) it draws from a seed of its own.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import threading
 import time
@@ -86,7 +87,7 @@ class WrongResult(AssertionError):
 
 
 class Mix:
-    """One rank's part. `play(lane)` makes calls until one raises."""
+    """One rank's part. `play(lane)` makes calls until one raises, or `most` of them; the next time it goes on there."""
 
     def __init__(self, workspace: Workspace, seed: int, *, pause_s: float = 0.0) -> None:
         self.workspace, self.seed, self.pause_s = workspace, seed, pause_s
@@ -97,6 +98,7 @@ class Mix:
         self._plan = self._tables.context.plan(rank, CHUNK)
         self._cache = self._tables.context.caches[rank]
         self._own_choices = random.Random(f"{seed} of rank {rank}")
+        self._streams = [self._calls(lane) for lane in range(NUM_LANES)]
 
     def warm_up(self) -> None:
         """A first call of every op on every lane."""
@@ -105,9 +107,7 @@ class Mix:
                 call(random.Random(lane), lane)
 
     def play(self, lane: int = 0, most: int | None = None) -> None:
-        for i, call in enumerate(self.calls(lane)):
-            if i == most:
-                return
+        for call in itertools.islice(self._streams[lane], most):
             if self.pause_s and self._own_choices.random() < 0.3:
                 time.sleep(self._own_choices.random() * self.pause_s)
             call()
@@ -133,7 +133,7 @@ class Mix:
                 assert getattr(other, "ranks", None) == getattr(first, "ranks", None), errors
             raise first
 
-    def calls(self, lane: int) -> Iterator[Callable[[], None]]:
+    def _calls(self, lane: int) -> Iterator[Callable[[], None]]:
         draw = random.Random(f"{self.seed} on lane {lane}")
         kinds = [self._merge, self._query_and_merge, self._query_and_release, self._query_out]
         kinds += [self._chunk, self._split_chunk]
