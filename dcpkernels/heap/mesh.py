@@ -141,6 +141,7 @@ class Mesh:
         for sock in self._peers.values():
             message = sockets.peek(sock)
             if message[:1] == _ABORT and type(cause := restore(pickle.loads(message[1:]))) is DcpTimeout:
+                self.abort(cause)  # else the peers would hear of this rank that it gave up
                 raise cause
 
     def exchange_regions(self, region: Any, *, timeout_s: float = 0.0) -> None:

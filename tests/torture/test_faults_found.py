@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import socket
 import time
 
 import pytest
@@ -11,10 +13,12 @@ import torch
 
 from dcpkernels import Workspace, a2a_lse_reduce, kv_gather_start
 from dcpkernels._direct import DirectBackend
+from dcpkernels.errors import DcpTimeout
 from dcpkernels.heap.group import as_group
-from dcpkernels.heap.mesh import Mesh
+from dcpkernels.heap.mesh import Mesh, gave_up
 from dcpkernels.heap.region import Region, create_file
 from dcpkernels.heap.shared import SharedRegion
+from dcpkernels.heap.verdict import describe
 from dcpkernels.testing import run_ranks
 from tests.a2a_calls import attempt, meet, own_mappings
 from tests.torture.faults_mix import CHUNK, HEAD_DIM, LOCAL_HEADS, config_for, tables
@@ -132,3 +136,24 @@ def test_a_view_that_cannot_be_made_does_not_keep_its_region(monkeypatch):
     assert len(own_mappings()) == len(before) + 1
     region.release()
     assert own_mappings() == before
+
+
+def test_a_late_rank_passes_on_why_the_others_gave_up():
+    """It finds all answers, and behind one the word that its sender has given up. A third rank, a step ahead, hears of this
+    one first: a timeout, as from the others, and no loss."""
+    mesh, ends = Mesh(0, 3), []
+    for peer in (1, 2):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        mesh._add(peer, ours)
+        theirs.send(b"G" + pickle.dumps(peer))
+        ends.append(theirs)
+    cause = DcpTimeout("no answer from rank 0", ranks=(0,))
+    ends[0].send(b"A" + pickle.dumps(describe(cause)))
+    with pytest.raises(DcpTimeout):
+        mesh.all_gather_object(0, timeout_s=5.0)
+    mesh.abort(gave_up(0, cause))  # as CpuHeap.create does
+    assert ends[1].recv(1000) == b"G" + pickle.dumps(0)
+    assert pickle.loads(ends[1].recv(1000)[1:]) == describe(cause)
+    mesh.close()
+    [end.close() for end in ends]
