@@ -226,7 +226,8 @@ def _strike(how: str) -> Callable[[str], None]:
 def _round(plan: Plan, group: Any, at: int) -> tuple[Went, int]:
     went, strike = Went(), _strike(plan.how)
     before, threads = resources(), num_threads()
-    times = {"timeout_s": plan.deadline_s, "first_call_timeout_s": plan.deadline_s}
+    create_s = plan.deadline_s if plan.where == "create" else 20.0
+    times = {"timeout_s": plan.deadline_s, "first_call_timeout_s": create_s}
     config = config_for(dist.get_world_size(group), plan.variant, num_channels=2, **times)
     creating, closing = (Steps(strike, at if plan.where == where else -1) for where in ("create", "close"))
     made: list[Workspace] = []

@@ -19,7 +19,7 @@ WHERE = pytest.mark.parametrize("where", ["create", "close"])
 def test_a_step_that_raises(how, num_ranks, where, torture):
     """Nobody dies, so one world tries many steps."""
     num = (900 if torture else 12) // (1 if where == "create" else 3)
-    run(Plan(num_ranks, 1, how, where, spread(num, num_ranks), deadline_s=2.0), timeout_s=3600 if torture else 90)
+    run(Plan(num_ranks, 1, how, where, spread(num, num_ranks), deadline_s=3.0), timeout_s=3600 if torture else 90)
 
 
 @WHERE
@@ -33,4 +33,4 @@ def test_a_death_at_a_step(num_ranks, where, torture):
 @WHERE
 def test_a_stop_at_a_step(where, torture):
     """For longer than the deadline; then the rank that was stopped finds that it has been given up."""
-    run(Plan(3, 2, "stops", where, spread(200 if torture else 3, 2), deadline_s=2.0), timeout_s=3600 if torture else 90)
+    run(Plan(3, 2, "stops", where, spread(200 if torture else 3, 2), deadline_s=3.0), timeout_s=3600 if torture else 90)
