@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from dcpkernels.errors import DcpInvalidArgument, DcpUnsupported
+from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpUnsupported
 
 if TYPE_CHECKING:
     from dcpkernels.kv_gather_plan import KVGatherPlan
@@ -57,8 +57,11 @@ def has_part(op: str, has: bool, field: str) -> None:
 
 
 def signature(value: torch.Tensor) -> tuple[Any, ...]:
-    """Everything of a tensor that a check looks at: a call whose like has been checked goes straight to C++."""
-    return value.shape, value.stride(), value.dtype, value.device, value.is_neg()
+    """Everything of a tensor that a check looks at: a call whose like has been checked goes straight to C++. The bytes of
+    the storage, because it may be freed or made smaller under a tensor, which stays as it was. Raises anything for what
+    is no such tensor."""
+    storage_bytes = value.untyped_storage().nbytes()
+    return value.shape, value.stride(), value.dtype, value.device, value.is_neg(), storage_bytes
 
 
 def scale(op: str, value: Any, device: str) -> None:
@@ -78,6 +81,15 @@ def _is_positive_fp32(value: float) -> bool:
         return False
 
 
+def flag(op: str, name: str, value: Any) -> bool:
+    if value is True or value is False:
+        return value
+    try:
+        return bool(value)
+    except Exception:  # an array of several elements
+        fail(op, f"{name} must be True or False", type(value).__name__)
+
+
 def lane(op: str, value: Any, num_lanes: int) -> None:
     if not isinstance(value, int) or not 0 <= value < num_lanes:
         fail(op, f"lane must be in 0 .. {num_lanes - 1} (num_lanes={num_lanes})", repr(value))
@@ -90,13 +102,14 @@ def name_of(dtype: torch.dtype) -> str:
 def tensor(op: str, name: str, value: Any, *, device: str) -> None:
     if not isinstance(value, torch.Tensor):
         fail(op, f"{name} must be a torch.Tensor", type(value).__name__)
-    if value.layout is not torch.strided:
-        fail(op, f"{name} must be a strided tensor", value.layout)
+    if value.layout is not torch.strided or value.is_nested:
+        fail(op, f"{name} must be a strided tensor", "a nested tensor" if value.is_nested else value.layout)
     if value.is_neg():  # torch negates on read what the memory holds; a kernel would see the other sign
         fail(op, f"{name} must hold its values as they are", "a lazily negated view: pass resolve_neg()")
     place = value.device
     if place.type != device and f"{place.type}:{place.index}" != device:
         fail(op, f"{name} must be on the workspace's device {device!r}", repr(str(value.device)))
+    has_memory(op, name, value)
 
 
 def shape(op: str, name: str, value: torch.Tensor, dims: str, expected: tuple[int, ...]) -> None:
@@ -115,9 +128,36 @@ def last_stride(op: str, name: str, value: torch.Tensor) -> None:
 
 
 def has_memory(op: str, name: str, value: torch.Tensor) -> None:
-    """Tensors whose storage was freed, and wrapper subclasses, have none of their own."""
-    if value.numel() > 0 and value.data_ptr() == 0:
-        fail(op, f"{name} must have memory of its own", "a null data pointer")
+    """Tensors whose storage was freed or made smaller, wrapper subclasses, and what stands for a tensor while code is
+    traced have none of their own, or not all."""
+    try:
+        address, storage_bytes = value.data_ptr(), value.untyped_storage().nbytes()
+    except Exception as error:  # of whatever class that subclass raises
+        fail(op, f"{name} must have memory of its own", f"{type(value).__name__}: {type(error).__name__}")
+    if value.numel() == 0:
+        return
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    end = (value.storage_offset() + last + 1) * value.element_size()
+    # A view into freed storage has an address: its offset.
+    if address == 0 or end > storage_bytes:
+        given = (
+            "a null data pointer" if address == 0 else f"a storage of {storage_bytes} bytes, of which it needs {end}"
+        )
+        fail(op, f"{name} must have memory of its own", given)
+
+
+def new_empty(op: str, name: str, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A result, made as argument `name` is. Its rows may have no memory of their own (stride 0): then there can be more of
+    them than a result can hold."""
+    try:
+        return like.new_empty(shape, dtype=dtype)
+    except torch.OutOfMemoryError:  # of a GPU: engines catch this one
+        raise
+    except RuntimeError as error:
+        has_memory(op, name, like)  # a wrapper subclass need not know how to make another one
+        raise DcpError(
+            f"{op}: there must be memory for a result {list(shape)} of {name_of(dtype)} ({error})"
+        ) from error
 
 
 def writable(op: str, name: str, value: torch.Tensor) -> None:

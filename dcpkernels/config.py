@@ -140,22 +140,18 @@ class WorkspaceConfig:
                 f"workspace: a row of kv_dim elements must have a multiple of {_check.KV_ROW_ALIGNMENT} bytes "
                 f"(got {self.kv_dim * self.kv_dtype.itemsize})"
             )
-        if self.wire not in WIRES:
-            raise DcpInvalidArgument(f"workspace: wire must be one of {WIRES} (got {self.wire!r})")
+        for name, names in {"wire": WIRES, "cuda_heap": CUDA_HEAPS, "hip_handles": HIP_HANDLES}.items():
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in names:  # an array compares with each of them to an array
+                raise DcpInvalidArgument(f"workspace: {name} must be one of {names} (got {value!r})")
         if not isinstance(self.packet_bytes, int) or self.packet_bytes not in PACKET_BYTES:
             raise DcpInvalidArgument(f"workspace: packet_bytes must be one of {PACKET_BYTES} (got {self.packet_bytes!r})")
-        if self.cuda_heap not in CUDA_HEAPS:
-            raise DcpInvalidArgument(f"workspace: cuda_heap must be one of {CUDA_HEAPS} (got {self.cuda_heap!r})")
-        if self.hip_handles not in HIP_HANDLES:
-            raise DcpInvalidArgument(
-                f"workspace: hip_handles must be one of {HIP_HANDLES} (got {self.hip_handles!r})"
-            )
         for name in ("zero_copy", "multicast"):
             if not isinstance(getattr(self, name), bool):
                 raise DcpInvalidArgument(f"workspace: {name} must be True or False (got {getattr(self, name)!r})")
         if self.zero_copy and self.wire == "packet":
             raise DcpInvalidArgument('workspace: zero_copy must not come with wire="packet" (nothing would be sent)')
-        if self.cpu_isa not in (None, *env.CPU_ISAS):
+        if self.cpu_isa is not None and (not isinstance(self.cpu_isa, str) or self.cpu_isa not in env.CPU_ISAS):
             raise DcpInvalidArgument(f"workspace: cpu_isa must be None or one of {env.CPU_ISAS} (got {self.cpu_isa!r})")
         if self.start_epoch % 2**32 < 2:
             raise DcpInvalidArgument(f"workspace: start_epoch must be >= 2 in its low 32 bits (got {self.start_epoch})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -246,13 +247,13 @@ def _needed_blocks(block_tables: Any, num_blocks: Int64s, local_lens: Int64s) ->
     parts = [np.empty(0, np.int64)]
     for s, needed in enumerate(num_blocks.tolist()):
         row = block_tables[s]
+        _require_memory(f"block_tables[{s}]", row)
         try:
-            available = len(row)
-        except TypeError:
+            available, part = len(row), row[:needed]
+        except Exception:  # of a set, a dict, a number
             _fail(f"block_tables[{s}] must be a row of integers", repr(row))
         if available < needed:
             _fail(f"block_tables[{s}] must have at least {needed} entries for {local_lens[s]} local tokens", available)
-        part = row[:needed]
         if not isinstance(block_tables, np.ndarray):
             part = _integers(f"block_tables[{s}]", part, "[max_blocks]")
         _check_range(f"block_tables[{s}]", part, MAX_COUNT)
@@ -262,9 +263,10 @@ def _needed_blocks(block_tables: Any, num_blocks: Int64s, local_lens: Int64s) ->
 
 def _integers(name: str, values: Any, dims: str) -> npt.NDArray[Any]:
     """An array of some integer dtype, with as many dims as `dims` names. It may be the caller's own memory."""
+    _require_memory(name, values)
     try:
         array = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:  # what numpy and torch raise for what is no host array
+    except Exception as error:  # of whatever class: numpy's, torch's, that of any object's own method
         _fail(f"{name} must be {dims} integers in host memory", error)
     if array.ndim != dims.count(",") + 1:
         _fail(f"{name} must be {dims}", f"shape {list(array.shape)}")
@@ -275,6 +277,24 @@ def _integers(name: str, values: Any, dims: str) -> npt.NDArray[Any]:
     if array.dtype.kind not in "iu" or mixed:
         _fail(f"{name} must be integers", "bools among them" if mixed else f"dtype {array.dtype}")
     return array
+
+
+def _require_memory(name: str, values: Any) -> None:
+    """numpy reads a tensor whose storage was freed under it, and the process ends there."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    for value in values if isinstance(values, (list, tuple)) else (values,):
+        if type(value) is int or not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+            continue
+        try:
+            last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+            end = (value.storage_offset() + last + 1) * value.element_size() if value.numel() > 0 else 0
+            has_memory = end <= value.untyped_storage().nbytes()
+        except Exception as error:  # of whatever class: sparse and nested tensors have no strides
+            _fail(f"{name} must be a strided tensor", error)
+        if not has_memory:
+            _fail(f"{name} must have memory of its own", "its storage was freed or made smaller")
 
 
 def _check_range(name: str, array: npt.NDArray[Any], high: int) -> None:

@@ -141,8 +141,13 @@ class Workspace:
     def size(config: WorkspaceConfig, num_ranks: int, device: str | torch.device = "cpu") -> WorkspaceSize:
         """Exact bytes of one rank's region, by part, before anything is allocated. (The collective backend has no
         region: the buffers of the gathers have the same sizes, others grow with the largest call. A GPU's driver rounds
-        the sum up, usually to 2 MiB.)"""
-        layout = config.region_layout(num_ranks, torch.device(device).type)
+        the sum up, usually to 2 MiB.)
+
+        Raises DcpInvalidArgument where the workspace would.
+        """
+        if not isinstance(config, WorkspaceConfig):
+            raise DcpInvalidArgument(f"workspace: config must be a WorkspaceConfig (got {type(config).__name__})")
+        layout = config.region_layout(num_ranks, _torch_device(device, "workspace: ").type)
         parts, shared = (
             {name: part.num_bytes for name, part in parts.items()} for parts in (layout.parts, layout.shared_parts)
         )
@@ -343,12 +348,9 @@ class _Prepared:
 def _prepare(device: str | torch.device, config: WorkspaceConfig | None, backend: str, num_ranks: int) -> _Prepared:
     if not isinstance(config, WorkspaceConfig):
         raise DcpInvalidArgument(f"config must be a WorkspaceConfig (got {type(config).__name__})")
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise DcpInvalidArgument(f"backend must be one of {BACKENDS} (got {backend!r})")
-    try:
-        asked = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise DcpInvalidArgument(f"device must name a torch device (got {device!r})") from None
+    asked = _torch_device(device)
     prepare = {"cpu": _prepare_cpu, "cuda": _prepare_gpu}.get(asked.type)
     if prepare is None:
         raise DcpUnsupported(f"device must have a target: cpu or cuda (got {str(device)!r})")
@@ -372,6 +374,13 @@ def _prepare(device: str | torch.device, config: WorkspaceConfig | None, backend
             **config.shared_fields(),
         },
     )
+
+
+def _torch_device(device: Any, prefix: str = "") -> torch.device:
+    try:
+        return torch.device(device)
+    except Exception:  # of whatever class: there are several
+        raise DcpInvalidArgument(f"{prefix}device must name a torch device (got {device!r})") from None
 
 
 def _prepare_cpu(

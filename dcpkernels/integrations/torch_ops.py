@@ -223,6 +223,17 @@ class TraceablePlan:
         self.plan = plan
 
 
+def _require_as_they_are(op: str, **outputs: Tensor | None) -> None:
+    """The dispatcher would give the op a copy of a lazily negated output, and write into that what comes of it; where
+    another output is None it fails at that, when the call has been made."""
+    if torch.compiler.is_compiling():
+        return  # a compiler makes outputs of its own kind
+    for name, value in outputs.items():
+        if isinstance(value, Tensor) and value.is_neg():
+            given = "a lazily negated view: pass resolve_neg()"
+            raise DcpInvalidArgument(f"{op}: {name} must hold its values as they are (got {given})")
+
+
 class TraceableWorkspace:
     """A workspace as compiled code can use it: its handle, and the `state` that its calls share.
 
@@ -265,6 +276,7 @@ class TraceableWorkspace:
         lane: int = 0,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`dcpkernels.a2a_lse_reduce`: arguments, result and errors are its own."""
+        _require_as_they_are("a2a_lse_reduce", out=out, lse_out=lse_out)
         # Without detach the dispatcher would ask for a derivative of what requires grad.
         partial_out, partial_lse = partial_out.detach(), partial_lse.detach()
         if out is None:
@@ -293,6 +305,7 @@ class TraceableWorkspace:
         parts = [part.detach() for part in (query if isinstance(query, (tuple, list)) else (query,))]
         if not parts:
             raise DcpInvalidArgument("query_gather: query must have parts (got 0)")
+        _require_as_they_are("query_gather", out=out)
         if out is None:
             dtype = parts[0].dtype if scale is None else self.quantised_dtype
             head_dim = sum(part.shape[-1] for part in parts)
@@ -318,6 +331,7 @@ class TraceableWorkspace:
             that its shape is that of every chunk of every step. The result, a copy, as that of `query_gather`.
         """
         kv_cache = kv_cache.detach()
+        _require_as_they_are("kv_gather", out=out)
         if out is None:
             dtype = kv_cache.dtype if scale is None else torch.bfloat16
             out = kv_cache.new_empty((self.kv_chunk_rows, kv_cache.shape[2]), dtype=dtype)

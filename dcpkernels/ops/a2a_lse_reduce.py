@@ -87,15 +87,17 @@ def a2a_lse_reduce(
             None if lse_out is None else _check.signature(lse_out),
         )
         plan = workspace._plans.get(key)
-    except (AttributeError, TypeError):
+    except Exception:  # whatever comes of what is no such tensor: the checks find words for it
         key = plan = None
     if plan is None:
         plan = _make_plan(workspace, partial_out, partial_lse, lse_base, seq_lens, query_start_loc, out, lse_out, lane)
         workspace._keep_plan(key, plan)
     if out is None:
-        out = partial_out.new_empty((partial_out.shape[0], workspace.num_local_heads, partial_out.shape[2]))
-    if lse_out is None and return_lse:
-        lse_out = partial_out.new_empty((partial_out.shape[0], workspace.num_local_heads), dtype=torch.float32)
+        shape = (partial_out.shape[0], workspace.num_local_heads, partial_out.shape[2])
+        out = _check.new_empty(OP, "partial_out", partial_out, shape, partial_out.dtype)
+    if lse_out is None and _check.flag(OP, "return_lse", return_lse):
+        lse_shape = (partial_out.shape[0], workspace.num_local_heads)
+        lse_out = _check.new_empty(OP, "partial_out", partial_out, lse_shape, torch.float32)
     status = plan(
         partial_out.data_ptr(),
         partial_lse.data_ptr(),

@@ -69,7 +69,7 @@ def query_gather(
             *map(_check.signature, parts),
         )
         plan = workspace._plans.get(key)
-    except (AttributeError, TypeError):
+    except Exception:  # whatever comes of what is no such tensor: the checks find words for it
         key = plan = None
     if plan is None:
         plan = _make_plan(workspace, parts, scale, out, lane)
@@ -93,7 +93,7 @@ def release_query(*, workspace: Workspace, lane: int = 0) -> None:
     key = (RELEASE_OP, lane, type(lane))
     try:
         release = workspace._plans.get(key)
-    except (AttributeError, TypeError):
+    except Exception:  # as above
         release = None
     if release is None:
         impl = _check.open_impl(RELEASE_OP, workspace)

@@ -131,6 +131,8 @@ def cache_layout(
     Raises:
         DcpInvalidArgument: with the rule that is broken.
     """
+    if not isinstance(model, ModelSpec):
+        fail("model must be a ModelSpec", type(model).__name__)
     model.check_ranks(tp, dcp)
     num_speculative_tokens = whole("num_speculative_tokens", num_speculative_tokens, 0)
     row_bytes = model.kv_row_bytes(tp, kv_dtype)

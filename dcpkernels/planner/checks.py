@@ -35,7 +35,7 @@ def whole(name: str, value: Any, least: int) -> int:
 
 def one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
     names = tuple(allowed)
-    if value not in names:
+    if not isinstance(value, str) or value not in names:
         fail(f"{name} must be one of {', '.join(names)}", repr(value))
     return value
 
