@@ -30,8 +30,7 @@ MAX_PROBLEMS = 40
 TEXT = re.compile(r"[\w.: ]+: .*\(.*\)[^()]*$", re.DOTALL)
 # What torch's dispatcher raises for what its ops do not take, in the words of torch (docs/torch_compile.md), and what comes
 # of the reference, which is there to be read, for what is no tensor.
-TORCH_ERRORS = (RuntimeError, TypeError, NotImplementedError, ValueError, AttributeError, IndexError, AssertionError)
-TORCH_ERRORS += (OverflowError,)
+TORCH_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, OverflowError)
 
 
 class Watched:

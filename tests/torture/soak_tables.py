@@ -20,7 +20,7 @@ from dcpkernels.testing import assert_merge_close, merge_inputs
 from dcpkernels.testing.inputs import KINDS
 from tests.gather_calls import Context, any_bits
 
-NUM_TABLES = 31  # odd: a row that is one, two or many calls old has other values, whatever the parity of the call
+NUM_TABLES = 17  # odd: a row that is one, two or many calls old has other values, whatever the parity of the call
 LSE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUERY_SCALE, KV_SCALE = 0.04, 0.7
 
@@ -66,8 +66,9 @@ def _merge_table(config: WorkspaceConfig, num_ranks: int, rank: int, num_rows: i
     masks = {"seq_lens": seq_lens, "query_start_loc": query_start_loc}
     base = "e2"[i // 2 % 2]
     merged = merge_again(config, outs, lses, lse_base=base, **masks)
-    whole = torch.cat([out for out, _ in merged], 1), torch.cat([lse for _, lse in merged], 1)
-    assert_merge_close(*whole, outs, lses, lse_base=base, **masks)
+    if rank == 0:  # every rank has computed the same ones
+        whole = torch.cat([out for out, _ in merged], 1), torch.cat([lse for _, lse in merged], 1)
+        assert_merge_close(*whole, outs, lses, lse_base=base, **masks)
     return MergeTable(outs, lses, base, seq_lens, query_start_loc, *merged[rank])
 
 
