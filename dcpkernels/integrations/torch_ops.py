@@ -223,11 +223,15 @@ class TraceablePlan:
         self.plan = plan
 
 
-def _require_as_they_are(op: str, **outputs: Tensor | None) -> None:
-    """The dispatcher would give the op a copy of a lazily negated output, and write into that what comes of it; where
-    another output is None it fails at that, when the call has been made."""
+def _require_dispatched(op: str, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
+    """Where the dispatcher would not bring these tensors to the op. With one on the meta device it runs what stands for the
+    op while code is traced: nothing. In place of a lazily negated output it hands on a copy; where another output is None
+    it then fails, when the call has been made."""
     if torch.compiler.is_compiling():
-        return  # a compiler makes outputs of its own kind
+        return
+    for name, value in (inputs | outputs).items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise DcpInvalidArgument(f"{op}: {name} must be on the workspace's device (got 'meta')")
     for name, value in outputs.items():
         if isinstance(value, Tensor) and value.is_neg():
             given = "a lazily negated view: pass resolve_neg()"
@@ -276,7 +280,9 @@ class TraceableWorkspace:
         lane: int = 0,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`dcpkernels.a2a_lse_reduce`: arguments, result and errors are its own."""
-        _require_as_they_are("a2a_lse_reduce", out=out, lse_out=lse_out)
+        inputs = {"partial_out": partial_out, "partial_lse": partial_lse}
+        inputs |= {"seq_lens": seq_lens, "query_start_loc": query_start_loc}
+        _require_dispatched("a2a_lse_reduce", inputs, {"out": out, "lse_out": lse_out})
         # Without detach the dispatcher would ask for a derivative of what requires grad.
         partial_out, partial_lse = partial_out.detach(), partial_lse.detach()
         if out is None:
@@ -305,7 +311,8 @@ class TraceableWorkspace:
         parts = [part.detach() for part in (query if isinstance(query, (tuple, list)) else (query,))]
         if not parts:
             raise DcpInvalidArgument("query_gather: query must have parts (got 0)")
-        _require_as_they_are("query_gather", out=out)
+        inputs = {f"query[{i}]": part for i, part in enumerate(parts)}
+        _require_dispatched("query_gather", {**inputs, "scale": scale}, {"out": out})
         if out is None:
             dtype = parts[0].dtype if scale is None else self.quantised_dtype
             head_dim = sum(part.shape[-1] for part in parts)
@@ -331,7 +338,7 @@ class TraceableWorkspace:
             that its shape is that of every chunk of every step. The result, a copy, as that of `query_gather`.
         """
         kv_cache = kv_cache.detach()
-        _require_as_they_are("kv_gather", out=out)
+        _require_dispatched("kv_gather", {"kv_cache": kv_cache, "scale": scale}, {"out": out})
         if out is None:
             dtype = kv_cache.dtype if scale is None else torch.bfloat16
             out = kv_cache.new_empty((self.kv_chunk_rows, kv_cache.shape[2]), dtype=dtype)

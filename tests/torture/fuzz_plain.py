@@ -61,19 +61,20 @@ def positions(n: Any, **arguments: Any) -> None:
 def small(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The reference is plain torch: left out are rows that only strides have, and freed memory, which torch itself reads."""
 
+    def is_fit(value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return all(map(is_fit, value))
+        if not isinstance(value, torch.Tensor) or value.is_nested or value.layout is not torch.strided:
+            return True
+        try:
+            _check.has_memory(name, "argument", value)
+        except DcpInvalidArgument:
+            return False
+        return value.numel() <= 10**6
+
     def call(**arguments: Any) -> None:
-        for value in arguments.values():
-            tensors = value if isinstance(value, (list, tuple)) else [value]
-            for tensor in tensors:
-                if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.layout is not torch.strided:
-                    continue
-                if tensor.numel() > 10**6:
-                    return
-                try:
-                    _check.has_memory(name, "argument", tensor)
-                except DcpInvalidArgument:
-                    return
-        function(**arguments)
+        if all(map(is_fit, arguments.values())):
+            function(**arguments)
 
     call.__name__ = name
     return call

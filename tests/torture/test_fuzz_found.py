@@ -194,3 +194,26 @@ def test_a_lazily_negated_output_of_a_custom_op():
         torch_ops.query_gather(torch.ones(T, H, DQ).bfloat16(), workspace=stage.traceable, out=query)
     assert stage.state() == before
     stage.workspace.close()
+
+
+def test_meta_tensors_for_a_custom_op():
+    """The dispatcher takes what stands for the op while code is traced: no call was made, and the result was whatever memory
+    held."""
+    stage = Stage(*DIRECT)
+    before = stage.state()
+    rows, lse, traceable = torch.ones(T, H, D).bfloat16(), torch.zeros(T, H), {"workspace": stage.traceable}
+    query, cache = torch.ones(T, H, DQ).bfloat16(), torch.ones(5, 4, 32).to(E4M3)
+    for call in (
+        lambda: torch_ops.a2a_lse_reduce(rows.to("meta"), lse, lse_base="e", **traceable),
+        lambda: torch_ops.a2a_lse_reduce(rows, lse.to("meta"), lse_base="e", **traceable),
+        lambda: torch_ops.a2a_lse_reduce(rows, lse, lse_base="e", out=rows.to("meta"), **traceable),
+        lambda: torch_ops.query_gather(query.to("meta"), **traceable),
+        lambda: torch_ops.query_gather((query[..., :8], query[..., 8:].to("meta")), **traceable),
+        lambda: torch_ops.query_gather(query, scale=torch.ones(1, device="meta"), **traceable),
+        lambda: torch_ops.kv_gather(cache.to("meta"), stage.traced_plan, 0, **traceable),
+        lambda: torch_ops.kv_gather(cache, stage.traced_plan, 0, scale=torch.ones(1, device="meta"), **traceable),
+    ):
+        with pytest.raises(DcpInvalidArgument, match="must be on the workspace's device"):
+            call()
+    assert stage.state() == before
+    stage.workspace.close()
