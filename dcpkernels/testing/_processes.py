@@ -48,8 +48,16 @@ class _Server:
             "OPENBLAS_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
         }
-        # A test module imports pytest, in every rank again unless the server has.
-        preload = ["numpy", "torch", "torch.distributed", *(["pytest"] if "pytest" in sys.modules else [])]
+        preload = [
+            "numpy",
+            "torch",
+            "torch.distributed",
+            "dcpkernels.workspace",
+            "dcpkernels.ops",
+            "dcpkernels.heap.gloo",
+        ]
+        if "pytest" in sys.modules:  # a test module imports it, in every rank again unless the server has
+            preload.append("pytest")
         command = f"from dcpkernels.testing._worker import serve; serve({theirs.fileno()}, {preload})"
         self._is_ready = False
         self._process: subprocess.Popen | None = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -64,6 +65,9 @@ def serve(control_fd: int, preload: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the caller decides
     for name in preload:
         importlib.import_module(name)
+    # A collection in a rank would write to the pages of every object here, and so copy them all (0.1 s a rank).
+    gc.collect()
+    gc.freeze()
     wake_r, wake_w = os.pipe()
     os.set_blocking(wake_r, False)
     os.set_blocking(wake_w, False)
