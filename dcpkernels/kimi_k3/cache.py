@@ -180,29 +180,29 @@ class RequestTable:
         requests = [self._request(slot) for slot in slots]
         self._grow(requests, num_tokens)
 
-        positions = torch.full((num_rows,), PADDING, dtype=torch.int64)
-        slot_mapping = torch.full((num_rows,), PADDING, dtype=torch.int64)
-        local_lens = torch.zeros(num_rows, dtype=torch.int32)
-        starts, row = [0], 0
+        # Lists first: a tensor takes longer to give one element its value than all of them.
+        positions, slot_mapping, local_lens, starts = [], [], [], [0]
         sharding = (self.num_ranks, self.interleave)
         for request, count in zip(requests, num_tokens, strict=True):
             for p in range(request.length, request.length + count):
-                positions[row] = p
-                local_lens[row] = layout.local_length(p + 1, self.num_ranks, self.rank, self.interleave)
+                positions.append(p)
+                local_lens.append(layout.local_length(p + 1, self.num_ranks, self.rank, self.interleave))
+                slot = PADDING
                 if layout.owner(p, *sharding) == self.rank:
                     block, offset = divmod(layout.local_slot(p, *sharding), self.block_size)
-                    slot_mapping[row] = request.blocks[block] * self.block_size + offset
-                row += 1
+                    slot = request.blocks[block] * self.block_size + offset
+                slot_mapping.append(slot)
             request.length += count
-            starts.append(row)
+            starts.append(len(positions))
+        padding = [PADDING] * (num_rows - total)
         tables = torch.full((len(slots), max((len(r.blocks) for r in requests), default=0)), PADDING, dtype=torch.int32)
         for s, request in enumerate(requests):
             tables[s, : len(request.blocks)] = torch.tensor(request.blocks, dtype=torch.int32)
         return DecodeBatch(
             query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            positions=positions,
-            slot_mapping=slot_mapping,
-            local_lens=local_lens,
+            positions=torch.tensor(positions + padding, dtype=torch.int64),
+            slot_mapping=torch.tensor(slot_mapping + padding, dtype=torch.int64),
+            local_lens=torch.tensor(local_lens + [0] * len(padding), dtype=torch.int32),
             block_tables=tables,
             state_slots=torch.tensor(slots, dtype=torch.int64),
             num_ranks=self.num_ranks,

@@ -13,6 +13,7 @@ from dcpkernels.kimi_k3.config import KimiK3Config
 from dcpkernels.kimi_k3.mla import workspace_config
 from dcpkernels.kimi_k3.model import KimiK3Model
 from dcpkernels.kimi_k3.parallel import TensorParallel
+from tests.kimi_k3.shared_sum import SharedSum
 
 BLOCK_SIZE = 8
 MAX_QUERY_LEN = 4
@@ -92,7 +93,7 @@ def speculative(engine: Engine, prompts: list[list[int]], drafts: list[list[int]
 
 def generate(group: Any, config: KimiK3Config, prompts: list[list[int]], num_tokens: int) -> dict[str, list[list[int]]]:
     """By way of doing it: tokens with DCP 1 and with DCP of all ranks; and with drafts, for the first requests."""
-    tp = TensorParallel.of(group)
+    tp = SharedSum.of(group)
     options = {"seed": 0, "dtype": torch.float32}
     outs = {"dcp1": greedy(Engine(tp, None, config, len(prompts), **options), prompts, num_tokens)}
     rows = max(len(prompts) * MAX_QUERY_LEN, 8)
