@@ -108,7 +108,7 @@ def test_how_interpreters_end(backend, tmp_path):
     for case, codes, seconds in results:
         expected, last_lines = CASES[case]
         said = [(tmp_path / f"{case}-{rank}").read_text() for rank in (0, 1)]
-        assert codes == expected and seconds < 10 + 4, (case, codes, seconds, said)
+        assert codes == expected and seconds < 20, (case, codes, seconds, said)
         for rank, (text, begin) in enumerate(zip(said, last_lines, strict=True)):
             last = text.rstrip().rpartition("\n")[2]
             if begin:  # torch puts the rank before each line
