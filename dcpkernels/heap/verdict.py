@@ -46,7 +46,8 @@ def agree(
     except Exception as lost:
         if error is not None and not isinstance(error, DcpTimeout):  # says more than that the others are gone
             text = f"{step} failed on rank {group.rank}: {_text(error)}"
-            raise _own_class(error)(text, ranks=(group.rank,)) from error
+            ranks = error.ranks if isinstance(error, DcpError) else ()
+            raise _own_class(error)(text, ranks=ranks or (group.rank,)) from error
         ranks = lost.ranks if isinstance(lost, DcpError) else ()
         text = _text(lost)
         if not isinstance(lost, DcpError):

@@ -13,12 +13,12 @@ import torch
 
 from dcpkernels import Workspace, a2a_lse_reduce, kv_gather_start
 from dcpkernels._direct import DirectBackend
-from dcpkernels.errors import DcpTimeout
+from dcpkernels.errors import DcpError, DcpPeerLost, DcpTimeout
 from dcpkernels.heap.group import as_group
 from dcpkernels.heap.mesh import Mesh, gave_up
 from dcpkernels.heap.region import Region, create_file
 from dcpkernels.heap.shared import SharedRegion
-from dcpkernels.heap.verdict import describe
+from dcpkernels.heap.verdict import agree, describe
 from dcpkernels.testing import run_ranks
 from tests.a2a_calls import attempt, meet, own_mappings
 from tests.torture.faults_mix import CHUNK, HEAD_DIM, LOCAL_HEADS, config_for, tables
@@ -157,3 +157,16 @@ def test_a_late_rank_passes_on_why_the_others_gave_up():
     assert pickle.loads(ends[1].recv(1000)[1:]) == describe(cause)
     mesh.close()
     [end.close() for end in ends]
+
+
+class _Broken:
+    rank, num_ranks = 0, 2
+
+    def all_gather_object(self, obj, *, timeout_s=0.0):
+        raise DcpPeerLost("rank 1 is gone", ranks=(1,))
+
+
+def test_a_failed_step_names_whom_its_error_names_without_a_verdict_too():
+    with pytest.raises(DcpError) as raised:
+        agree(_Broken(), "step", error=DcpError("rank 1 must be at the same step", ranks=(1,)))
+    assert raised.value.ranks == (1,)
