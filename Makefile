@@ -17,13 +17,15 @@ BENCH_ARGS ?= --device cpu --ranks 2 --tokens 1,8,64 --heads 96 --head-dim 512 -
 
 python := $(VENV)/bin/python
 pip := $(python) -m pip install --quiet --quiet --disable-pip-version-check $(PIP_ARGS)
+tools := $(VENV)/.dcpkernels-tools
 # One stamp per requirement on torch, so that `make TORCH=...` installs the one that was asked for.
 deps := $(VENV)/.dcpkernels-deps-$(subst /,-,$(subst =,-,$(TORCH)))
+required := $(VENV)/.dcpkernels-required
 installed := $(VENV)/.dcpkernels-installed
 oracles := $(VENV)/.dcpkernels-oracles
 built := build/.built-in-$(subst /,-,$(VENV))
 
-.PHONY: help build demo test torture bench clean
+.PHONY: help module required build demo test torture bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -49,6 +51,10 @@ bench: build
 
 build: $(built) $(installed)
 
+# `make -j2 module required` in CI: pip works on one processor, and the compilation needs nothing of what it installs.
+module: $(built)
+required: $(required)
+
 # pip comes last into an environment, so it is there only when the environment is whole.
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -58,15 +64,34 @@ $(VENV)/bin/pip:
 	elif command -v virtualenv >/dev/null; then virtualenv --quiet --python $(PYTHON) $(VENV); \
 	else echo "error: $(PYTHON) has no venv module (Debian, Ubuntu: apt-get install python3-venv)"; exit 1; fi
 
-$(deps): pyproject.toml | $(VENV)/bin/pip
-	@echo "dcpkernels: installing $(TORCH) and what builds need into $(VENV) (a large download the first time)"
-	@$(pip) '$(TORCH)' 'setuptools>=77' wheel 'pybind11>=2.12'
+$(tools): pyproject.toml | $(VENV)/bin/pip
+	@$(pip) 'setuptools>=77' wheel 'pybind11>=2.12'
+	@touch '$@'
+
+$(deps): pyproject.toml | $(tools)
+	@echo "dcpkernels: installing $(TORCH) into $(VENV) (a large download the first time)"
+	@$(pip) '$(TORCH)'
 	@rm -f $(VENV)/.dcpkernels-deps-* && touch '$@'
 
 # Not through pip, which hides what a build says. The folders of csrc are listed too: a removal changes their times.
-$(built): setup.py pyproject.toml $(shell find csrc) $(deps)
+$(built): setup.py pyproject.toml $(shell find csrc) $(tools)
 	@$(python) setup.py -q build_ext --inplace
 	@touch '$@'
+
+# All that the extras ask for which tests need, and not dcpkernels, whose installation waits for the module.
+$(required): pyproject.toml $(deps)
+	@echo "dcpkernels: installing what the extras cli, mpi, test and oracles ask for"
+	@$(python) -c "$$PRINT_REQUIRED" >'$@' && $(pip) -r '$@'
+
+define PRINT_REQUIRED
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']
+print(*(text for name in ('cli', 'mpi', 'test', 'oracles') for text in extras[name]), sep='\n')
+endef
+export PRINT_REQUIRED
 
 # Editable: the package is used from this folder, so that only a change to its description needs this again.
 $(installed): setup.py pyproject.toml $(deps) | $(built)
