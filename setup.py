@@ -15,6 +15,7 @@ Environment
     DCPKERNELS_HIPCC            the HIP compiler; else ROCm's, or any clang++ of PATH, or the one of the ziglang wheel
     DCPKERNELS_CXX or CXX       the C++ compiler
     DCPKERNELS_WERROR=1         warnings are errors (set in CI)
+    DCPKERNELS_LISTINGS=1       for CUDA, keep what tests/isa would compile once more: code with line numbers (set in CI)
 """
 
 from __future__ import annotations
@@ -215,6 +216,7 @@ TARGETS = (
         variants=(Variant("cuda"),),
         strict=("-Werror", "all-warnings"),
         libraries=cudart,
+        compile=lambda *args: cuda_step(*args),
     ),
     Target(
         name="hip",
@@ -339,6 +341,29 @@ def clang_depfile_flags(path: Path) -> list[str]:
 
 def one_step(compiler: Compiler, flags: list[str], source: str, output: Path, title: str) -> list[Step]:
     return [Step(title, [*compiler.command, *flags, "-c", source], output, compiler, lists_more=depfile_flags)]
+
+
+class ListingStep(Step):
+    """nvcc that leaves PTX, machine code and what ptxas says of it in a folder beside the object."""
+
+    def __init__(self, title: str, command: list[str], output: Path, compiler: Compiler):
+        self.listings = output.with_name(output.name + ".listings")
+        # Line numbers change no instruction.
+        more = ["-lineinfo", "-Xptxas=-v", "--keep", f"--keep-dir={self.listings}"]
+        super().__init__(title, [*command, *more], output, compiler, lists_more=depfile_flags)
+
+    def make(self) -> str:
+        shutil.rmtree(self.listings, ignore_errors=True)
+        self.listings.mkdir()
+        said = super().make()
+        (self.listings / "ptxas.txt").write_text(said)
+        return "\n".join(line for line in said.splitlines() if not re.match(r"ptxas info|\s+\d+ bytes stack", line))
+
+
+def cuda_step(compiler: Compiler, flags: list[str], source: str, output: Path, title: str) -> list[Step]:
+    if os.environ.get("DCPKERNELS_LISTINGS") != "1":
+        return one_step(compiler, flags, source, output, title)
+    return [ListingStep(title, [*compiler.command, *flags, "-c", source], output, compiler)]
 
 
 def devices_then_host(compiler: Compiler, flags: list[str], source: str, output: Path, title: str) -> list[Step]:

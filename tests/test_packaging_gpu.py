@@ -65,6 +65,18 @@ def test_one_architecture_for_a_quick_build(project: Project) -> None:
     assert re.findall(r"-gencode=(\S+)", line) == ["arch=compute_100a,code=sm_100a"] and "-Werror all-warnings" in line
 
 
+def test_listings_are_kept_when_asked(project: Project) -> None:
+    env = give_nvcc(project)
+    project.build(**env)
+    assert project.build(**env, DCPKERNELS_LISTINGS="1")[0] == ["csrc/ops/op.cc [cuda]"]
+    plain, listed = [
+        line for line in project.record.read_text().splitlines() if "-c csrc/ops" in line and "-x cu" in line
+    ]
+    (text,) = (project.folder / "build").glob("temp*/cuda/cuda/op.cc.o.listings/ptxas.txt")
+    more = ["-lineinfo", "-Xptxas=-v", "--keep", f"--keep-dir={text.parent.relative_to(project.folder)}"]
+    assert [word for word in listed.split() if word not in plain.split()] == more
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
@@ -48,14 +49,20 @@ def tools() -> tuple[str, str]:
 
 def compile_kernels(arch: str, source: Path, folder: Path, csrc: Path = CSRC) -> list[Kernel]:
     nvcc, nvdisasm = tools()
-    cubin = folder / f"{source.stem}.{arch}.cubin"
-    keep = folder / f"{source.stem}.{arch}"  # the PTX too, on its way
-    keep.mkdir()
-    command = [nvcc, *FLAGS, f"-arch={arch}", str(source), "-o", str(cubin), "--keep", "--keep-dir", str(keep)]
-    _, log = run_tool(command, csrc)
+    built = listings(source, csrc)
+    if built:
+        base = built / f"{source.stem}.{arch.replace('sm', 'compute')}"
+        cubin, ptx, log = f"{base}.cubin", Path(f"{base}.ptx"), (built / "ptxas.txt").read_text()
+    else:
+        cubin = folder / f"{source.stem}.{arch}.cubin"
+        keep = folder / f"{source.stem}.{arch}"  # the PTX too, on its way
+        keep.mkdir()
+        command = [nvcc, *FLAGS, f"-arch={arch}", str(source), "-o", str(cubin), "--keep", "--keep-dir", str(keep)]
+        _, log = run_tool(command, csrc)
+        ptx = keep / f"{source.stem}.ptx"
     sass, _ = run_tool([nvdisasm, "--print-code", "--print-line-info-inline", str(cubin)], csrc)
     kernels = read_resources(arch, log, csrc)
-    for symbol, count in read_ptx((keep / f"{source.stem}.ptx").read_text()).items():
+    for symbol, count in read_ptx(ptx.read_text()).items():
         kernels[symbol].ptx = count
     for symbol, instructions in read_sass(sass, csrc).items():
         kernels[symbol].lines = frozenset(line for instruction in instructions for line in instruction.lines)
@@ -66,8 +73,27 @@ def compile_kernels(arch: str, source: Path, folder: Path, csrc: Path = CSRC) ->
     return sorted(kernels.values(), key=lambda kernel: kernel.name)
 
 
+def listings(source: Path, csrc: Path) -> Path | None:
+    """What a build with DCPKERNELS_LISTINGS=1 left of this source of csrc, for all ARCHS, if it asked for the same code and
+    warnings and read the files that are here now."""
+    for stamp in (csrc.parent / "build").glob(f"temp*/cuda/cuda/{source.name}.o.json") if csrc == CSRC else ():
+        made = json.loads(stamp.read_text())
+        folder = stamp.with_name(f"{source.name}.o.listings")
+        # The build compiles for all at once, and words two options otherwise.
+        asked = {*FLAGS, *(f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}" for arch in ARCHS)}
+        asked = asked - {"-cubin", "-Xptxas", "-v", "-I."} | {"-Xptxas=-v", "-Icsrc"}
+        is_same = source == csrc / "ops" / source.name and asked <= set(made["key"])
+        if is_same and all(mtime_ns(csrc.parent / path) == was for path, was in made["deps"].items()):
+            return folder
+    return None
+
+
+def mtime_ns(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
 def read_resources(arch: str, ptxas_log: str, csrc: Path = CSRC) -> dict[str, Kernel]:
-    entries = re.split(r"Compiling entry function '(\w+)' for '\w+'", ptxas_log)[1:]
+    entries = re.split(rf"Compiling entry function '(\w+)' for '(?:{arch})'", ptxas_log)[1:]
     names = short_names(entries[::2], csrc)
     kernels = {}
     for symbol, text in zip(entries[::2], entries[1::2], strict=True):
