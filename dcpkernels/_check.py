@@ -146,6 +146,16 @@ def has_memory(op: str, name: str, value: torch.Tensor) -> None:
         fail(op, f"{name} must have memory of its own", given)
 
 
+def apart(op: str, scale: torch.Tensor, out: torch.Tensor | None) -> None:
+    """A scale that is read during the call must not lie where the call writes."""
+    if out is None or out.numel() == 0:
+        return
+    first, place = out.data_ptr(), scale.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(out.shape, out.stride(), strict=True))
+    if first - scale.element_size() < place < first + (last + 1) * out.element_size():
+        fail(op, "outputs must not share memory with the inputs", "scale lies in out")
+
+
 def new_empty(op: str, name: str, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A result, made as argument `name` is. Its rows may have no memory of their own (stride 0): then there can be more of
     them than a result can hold."""

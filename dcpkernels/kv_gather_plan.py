@@ -250,8 +250,9 @@ def _needed_blocks(block_tables: Any, num_blocks: Int64s, local_lens: Int64s) ->
         _require_memory(f"block_tables[{s}]", row)
         try:
             available, part = len(row), row[:needed]
-        except Exception:  # of a set, a dict, a number
-            _fail(f"block_tables[{s}] must be a row of integers", repr(row))
+        except Exception:  # of a set, a dict, a number; what is no number may have no repr either
+            given = repr(row) if row is None or isinstance(row, (int, float, str)) else type(row).__name__
+            _fail(f"block_tables[{s}] must be a row of integers", given)
         if available < needed:
             _fail(f"block_tables[{s}] must have at least {needed} entries for {local_lens[s]} local tokens", available)
         if not isinstance(block_tables, np.ndarray):

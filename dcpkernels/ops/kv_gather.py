@@ -222,5 +222,7 @@ def _check_output(op: str, chunk: Chunk, workspace: Any, scale: Any, out: Any) -
         _check.last_stride(op, "out", out)
         _check.writable(op, "out", out)
         _check.has_memory(op, "out", out)
+        if isinstance(scale, torch.Tensor):
+            _check.apart(op, scale, out)
         if workspace._open_impl(op).gathers.is_reserved(out):
             workspace._raise_status(op, workspace._module.STATUS_OVERLAP, 0)

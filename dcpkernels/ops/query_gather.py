@@ -78,6 +78,7 @@ def query_gather(
         _check.scale(OP, scale, workspace.device)
     elif scale is not None:
         _check.has_memory(OP, "scale", scale)
+        _check.apart(OP, scale, out)
     status = plan(parts, out, scale)
     if status != 0:
         workspace._raise_status(OP, status, lane)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from dcpkernels import (
     reference,
     release_query,
 )
-from dcpkernels.errors import DcpInvalidArgument
+from dcpkernels._gathers import span_bytes
 from dcpkernels.integrations import torch_ops
 from dcpkernels.testing import ThreadGroup
 
@@ -43,6 +44,11 @@ WORKSPACES = [
 def plan_of(**changed: Any) -> KVGatherPlan:
     fields = {"block_size": BLOCK, "num_ranks": 1, "rank": 0, "chunk_size": CHUNK} | changed
     return KVGatherPlan(LENS, TABLES, **fields)
+
+
+def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    (first, end), (other, other_end) = ((x.data_ptr(), x.data_ptr() + span_bytes(x)) for x in (a, b))
+    return first < end and other < other_end and first < other_end and other < end
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -135,8 +141,23 @@ class Stage:
                 return None
             function = expected.get(name.rpartition(".")[2])
             return None if function is None else function(**arguments)
-        except (DcpInvalidArgument, TypeError):  # lengths that decrease; what only the dispatcher takes for a number
+        except TypeError:  # what only the dispatcher takes for a number
             return None
+
+    def overlap(self, name: str, arguments: dict[str, Any]) -> str:
+        """Which output of a call, which was taken, lies where it must not: in an input, or in a buffer of the gathers."""
+        outputs = {key: arguments[key] for key in ("out", "lse_out") if arguments.get(key) is not None}
+        # kv_gather has read its cache when it writes.
+        inputs = {key: value for key, value in arguments.items() if key not in outputs and key != "kv_cache"}
+        gathers = self.workspace._impl.gathers
+        for output in outputs:
+            if gathers.is_reserved(outputs[output]):
+                return f"{output} lies in the workspace"
+            for key, value in inputs.items():
+                for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(tensor, torch.Tensor) and _meet(outputs[output], tensor):
+                        return f"{output} lies in {key}"
+        return ""
 
     def _merged(
         self,
@@ -147,8 +168,8 @@ class Stage:
         query_start_loc: Any = None,
         **_: Any,
     ) -> torch.Tensor | None:
-        if query_start_loc is not None and query_start_loc.min() < 0:
-            return None  # the reference takes it for a place from the end
+        if query_start_loc is not None and (query_start_loc.min() < 0 or query_start_loc.diff().min() < 0):
+            return None  # the reference takes them for places from the end, or refuses them; the op reads what there is
         masks = {"seq_lens": None if seq_lens is None else seq_lens[None], "query_start_loc": query_start_loc}
         out, _ = reference.a2a_lse_reduce(
             partial_out.detach().resolve_neg()[None],
@@ -158,16 +179,24 @@ class Stage:
         )
         return out.to(torch.bfloat16)
 
-    def _gathered(self, query: Any, scale: Any = None, out: Any = None, **_: Any) -> torch.Tensor:
+    def _gathered(self, query: Any, scale: Any = None, out: Any = None, **_: Any) -> torch.Tensor | None:
         parts = query if isinstance(query, (list, tuple)) else (query,)
         number = None if scale is None else float(scale)
+        if number is not None and not 0 < number < math.inf:
+            return None  # in a tensor, which is read during the call
         dtype = E4M3 if out is None else out.dtype
         return reference.query_gather(
             [[part.detach().resolve_neg() for part in parts]], scale=number, scaled_dtype=dtype if number else E4M3
         )
 
-    def _chunk(self, kv_cache: Any, chunk_idx: Any, scale: Any = None, **_: Any) -> torch.Tensor:
+    def _chunk(
+        self, kv_cache: Any, chunk_idx: Any, scale: Any = None, out: Any = None, **_: Any
+    ) -> torch.Tensor | None:
+        if out is not None and _meet(out, kv_cache):
+            return None  # which the call has read before: it is another one now
         number = None if scale is None else float(scale)
+        if number is not None and not 0 < number < math.inf:
+            return None  # in a tensor, which is read during the call
         where = {"chunk_size": CHUNK, "chunk_idx": chunk_idx, "scale": number}
         return reference.kv_gather([kv_cache.detach().resolve_neg()], LENS, [TABLES], **where)
 

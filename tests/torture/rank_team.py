@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from dcpkernels import WorkspaceConfig, Workspace
+from dcpkernels import Workspace, WorkspaceConfig
 from dcpkernels.testing import ThreadGroup
 from tests.a2a_calls import Raised, attempt
 

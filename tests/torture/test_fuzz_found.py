@@ -16,6 +16,7 @@ from dcpkernels import (
     Workspace,
     WorkspaceConfig,
     a2a_lse_reduce,
+    kv_gather,
     kv_gather_start,
     kv_gather_wait,
     query_gather,
@@ -127,6 +128,22 @@ def test_arguments_that_compare_to_arrays(stage):
         Workspace(stage.workspace._group, config=stage.config, backend=strings)
     with pytest.raises(DcpInvalidArgument, match="must be one of"):
         find_model(strings)
+
+
+def test_a_scale_inside_of_out(stage):
+    """It would be read when the rows before it have been written: another number."""
+    memory = torch.zeros(2 * CAPACITY * H * DQ, dtype=torch.uint8)
+    out = memory.view(E4M3).view(2 * CAPACITY, H, DQ)
+    for place in (0, 3 * H * DQ, len(memory) - 4):
+        scale = memory[place : place + 4].view(torch.float32).fill_(0.5)
+        with pytest.raises(DcpInvalidArgument, match="share memory"):
+            query = torch.ones(2 * CAPACITY, H, DQ).bfloat16()
+            query_gather(query, workspace=stage.workspace, scale=scale, out=out)
+    out = memory[: 8 * 32 * 2].view(torch.bfloat16).view(8, 32)
+    scale = memory[64:68].view(torch.float32).fill_(0.5)
+    with pytest.raises(DcpInvalidArgument, match="share memory"):
+        cache = torch.ones(5, 4, 32).to(E4M3)
+        kv_gather(cache, stage.plan, 0, workspace=stage.workspace, scale=scale, out=out)
 
 
 def test_sizes_of_what_is_no_configuration():

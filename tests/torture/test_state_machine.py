@@ -13,11 +13,25 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from dcpkernels import WorkspaceConfig, a2a_lse_reduce, kv_gather, kv_gather_start, kv_gather_wait, query_gather
-from dcpkernels import reference, release_query
+from dcpkernels import (
+    WorkspaceConfig,
+    a2a_lse_reduce,
+    kv_gather,
+    kv_gather_start,
+    kv_gather_wait,
+    query_gather,
+    reference,
+    release_query,
+)
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpMismatch
 from dcpkernels.testing import assert_merge_close, merge_inputs
 from tests.a2a_calls import Raised, same_bits
