@@ -87,15 +87,15 @@ class CollectiveGathers:
 
     def _memory(self, plan: _QueryPlan, parts: tuple[torch.Tensor, ...], out: torch.Tensor | None) -> int:
         """The status of a call whose tensors have no memory or share some."""
-        buffer, output = _span(plan.lane.buffer), range(0) if out is None else _span(out)
+        output = range(0) if out is None else _span(out)
         if _is_missing(output):
             return self._module.STATUS_NO_MEMORY
-        if _overlap(output, buffer):
+        if self.reserves(output):
             return self._module.STATUS_OVERLAP
         for part in map(_span, parts):
             if _is_missing(part):
                 return self._module.STATUS_NO_MEMORY
-            if _overlap(part, output) or _overlap(part, buffer):
+            if _overlap(part, output) or self.reserves(part):
                 return self._module.STATUS_OVERLAP
         return 0
 
@@ -121,8 +121,11 @@ class CollectiveGathers:
 
     def is_reserved(self, tensor: torch.Tensor) -> bool:
         """Whether it lies in memory that the gathers hand out."""
+        return self.reserves(_span(tensor))
+
+    def reserves(self, span: range) -> bool:
         lanes = itertools.chain(self._query, self._kv)
-        return any(_overlap(_span(tensor), _span(buffer)) for lane in lanes for buffer in lane.buffers)
+        return any(_overlap(span, _span(buffer)) for lane in lanes for buffer in lane.buffers)
 
     def close(self) -> None:
         """The memory goes when nobody refers to a view any more."""

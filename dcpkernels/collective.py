@@ -124,9 +124,25 @@ class CollectiveBackend:
             if has_lengths:
                 reduce.nonfinite_lse += exchange.num_nonfinite_lse
 
+        spans = self._output_bytes(num_tokens, *call["strides"][4:])
+
+        def prepare(addresses: tuple[int, ...]) -> int:
+            outputs = zip(addresses[2:4], spans, strict=True)
+            if any(self.gathers.reserves(range(first, first + size)) for first, size in outputs if first != 0):
+                return self._module.STATUS_OVERLAP
+            return exchange.begin(*addresses)
+
         return lambda *addresses: self._streams.run(
-            reduce.stream, descriptor, prepare=lambda: exchange.begin(*addresses), move=move, discard=exchange.discard
+            reduce.stream, descriptor, prepare=lambda: prepare(addresses), move=move, discard=exchange.discard
         )
+
+    def _output_bytes(self, num_tokens: int, *strides: int) -> tuple[int, int]:
+        """From the first to the last byte of out and of lse_out, whose token and head strides these are."""
+        if num_tokens == 0:
+            return 0, 0
+        last_head, config = self._layout.num_local_heads - 1, self._config
+        out, lse = ((num_tokens - 1) * token + last_head * head for token, head in (strides[:2], strides[2:]))
+        return (out + config.head_dim) * config.dtype.itemsize, (lse + 1) * 4
 
     def _exchange_rows(self, reduce: _Reduce, exchange: Any, num_tokens: int) -> None:
         group, row_bytes = reduce.stream.group, self._layout.plain_row_bytes

@@ -215,6 +215,8 @@ def _check_output(op: str, chunk: Chunk, workspace: Any, scale: Any, out: Any) -
     _check.scale(op, scale, workspace.device)
     if isinstance(scale, torch.Tensor):
         _check.has_memory(op, "scale", scale)
+        if workspace._open_impl(op).gathers.is_reserved(scale):
+            workspace._raise_status(op, workspace._module.STATUS_OVERLAP, 0)
     if out is not None:
         _check.tensor(op, "out", out, device=workspace.device)
         _check.shape(op, "out", out, "[rows, dim]", chunk.shape)

@@ -79,6 +79,8 @@ def query_gather(
     elif scale is not None:
         _check.has_memory(OP, "scale", scale)
         _check.apart(OP, scale, out)
+        if workspace._open_impl(OP).gathers.is_reserved(scale):
+            workspace._raise_status(OP, workspace._module.STATUS_OVERLAP, lane)
     status = plan(parts, out, scale)
     if status != 0:
         workspace._raise_status(OP, status, lane)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -197,7 +198,7 @@ class Stage:
         number = None if scale is None else float(scale)
         if number is not None and not 0 < number < math.inf:
             return None  # in a tensor, which is read during the call
-        where = {"chunk_size": CHUNK, "chunk_idx": chunk_idx, "scale": number}
+        where = {"chunk_size": CHUNK, "chunk_idx": operator.index(chunk_idx), "scale": number}
         return reference.kv_gather([kv_cache.detach().resolve_neg()], LENS, [TABLES], **where)
 
     # -- what is called

@@ -146,6 +146,28 @@ def test_a_scale_inside_of_out(stage):
         kv_gather(cache, stage.plan, 0, workspace=stage.workspace, scale=scale, out=out)
 
 
+def test_outputs_and_scales_in_buffers_of_the_gathers(stage):
+    """Those of any lane and op: a view may be open there."""
+    rows, lse, workspace = torch.ones(T, H, D).bfloat16(), torch.zeros(T, H), {"workspace": stage.workspace}
+    query, cache = torch.ones(T, H, DQ).bfloat16(), torch.ones(5, 4, 32).to(E4M3)
+    gathers = [memory for memory in stage.handed_out if memory.dtype is torch.uint8]
+    assert len(gathers) == 3
+    for memory in gathers:
+        out, scale = memory[: T * H * D * 2].view(torch.bfloat16).view(T, H, D), memory[:4].view(torch.float32)
+        lse_out = memory[: T * H * 4].view(torch.float32).view(T, H)
+        assert len(memory) >= 512
+        scale.fill_(0.5)
+        for call in (
+            lambda: a2a_lse_reduce(rows, lse, lse_base="e", out=out, **workspace),
+            lambda: a2a_lse_reduce(rows, lse, lse_base="e", lse_out=lse_out, **workspace),
+            lambda: query_gather(query[:1], out=memory[: H * DQ * 2].view(torch.bfloat16).view(1, H, DQ), **workspace),
+            lambda: query_gather(query, scale=scale, **workspace),
+            lambda: kv_gather(cache, stage.plan, 0, scale=scale, **workspace),
+        ):
+            with pytest.raises(DcpInvalidArgument, match="must not share memory"):
+                call()
+
+
 def test_sizes_of_what_is_no_configuration():
     config = WorkspaceConfig(H, D, CAPACITY)
     with pytest.raises(DcpInvalidArgument, match="workspace: config must be a WorkspaceConfig"):
