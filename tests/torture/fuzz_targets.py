@@ -80,6 +80,8 @@ class Stage:
         self.traced_plan = torch_ops.TraceablePlan(self.plan)
         self.memory = list(self._memory())
         self.handed_out = list(self._handed_out())
+        num_gathers = self.config.num_lanes * ((self.config.query_head_dim > 0) + 2 * (self.config.kv_dim > 0))
+        self.gathers = self.handed_out[:num_gathers]  # their buffers; those of partial_out follow
 
     def _memory(self) -> Iterator[torch.Tensor]:
         impl = self.workspace._impl
@@ -150,9 +152,8 @@ class Stage:
         outputs = {key: arguments[key] for key in ("out", "lse_out") if arguments.get(key) is not None}
         # kv_gather has read its cache when it writes.
         inputs = {key: value for key, value in arguments.items() if key not in outputs and key != "kv_cache"}
-        gathers = self.workspace._impl.gathers
         for output in outputs:
-            if gathers.is_reserved(outputs[output]):
+            if any(_meet(outputs[output], buffer) for buffer in self.gathers):
                 return f"{output} lies in the workspace"
             for key, value in inputs.items():
                 for tensor in value if isinstance(value, (list, tuple)) else [value]:
