@@ -156,6 +156,8 @@ class CollectiveGathers:
             rank = chunk.plan.rank
             if staged.rank_rows[rank] > 0 and kv_cache.data_ptr() == 0:
                 return module.STATUS_NO_MEMORY
+            if self.is_reserved(kv_cache):
+                return module.STATUS_OVERLAP
             if self._streams.fault is not None:
                 return module.STATUS_FAULTED
             first_byte = sum(staged.rank_bytes[:rank])

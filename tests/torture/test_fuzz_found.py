@@ -163,6 +163,7 @@ def test_outputs_and_scales_in_buffers_of_the_gathers(stage):
             lambda: query_gather(query[:1], out=memory[: H * DQ * 2].view(torch.bfloat16).view(1, H, DQ), **workspace),
             lambda: query_gather(query, scale=scale, **workspace),
             lambda: kv_gather(cache, stage.plan, 0, scale=scale, **workspace),
+            lambda: kv_gather(memory[:320].view(E4M3).view(5, 4, 16), stage.plan, 0, **workspace),
         ):
             with pytest.raises(DcpInvalidArgument, match="must not share memory"):
                 call()
