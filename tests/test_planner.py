@@ -404,3 +404,13 @@ def test_the_planner_needs_no_torch() -> None:
         [sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0 and int(done.stdout) > 0, done.stderr
+
+
+def test_numbers_of_numpy_count_as_python_ints() -> None:
+    np = pytest.importorskip("numpy")
+    small = {"tp": np.int32(8), "dcp": np.int32(8), "max_model_len": np.int32(2**20), "interleave": np.int16(1)}
+    plan = plan_capacity(K3, available_bytes=np.int64(gib("34.28")), **small)
+    assert plan == plan_capacity(K3, tp=8, dcp=8, max_model_len=2**20, available_bytes=gib("34.28"))
+    assert type(plan.tokens) is int
+    with pytest.raises(DcpInvalidArgument, match="dcp must divide tp"):
+        plan_capacity(K3, tp=np.int32(1), dcp=2**31 + 8, max_model_len=2**20, available_bytes=2**40)

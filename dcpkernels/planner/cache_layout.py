@@ -134,6 +134,7 @@ def cache_layout(
     if not isinstance(model, ModelSpec):
         fail("model must be a ModelSpec", type(model).__name__)
     model.check_ranks(tp, dcp)
+    tp, dcp, interleave = int(tp), int(dcp), whole("interleave", interleave, 1)
     num_speculative_tokens = whole("num_speculative_tokens", num_speculative_tokens, 0)
     row_bytes = model.kv_row_bytes(tp, kv_dtype)
     state_bytes = model.state_bytes(tp, state_dtype, num_speculative_tokens)
@@ -141,7 +142,7 @@ def cache_layout(
     block_tokens = _block_tokens(
         model, row_bytes, state_bytes, block_size, whole("block_alignment", block_alignment, 1)
     )
-    divides("interleave", whole("interleave", interleave, 1), "the tokens of a block", block_tokens)
+    divides("interleave", interleave, "the tokens of a block", block_tokens)
     attention_groups, state_groups = _groups(attention_layers, model.num_state_layers)
     if state_blocks is not None and not state_groups:
         fail("state_blocks must not be given for a model without state layers", state_blocks)
@@ -166,7 +167,7 @@ def cache_layout(
 
 def _block_tokens(model: ModelSpec, row_bytes: int, state_bytes: int, asked: int | None, alignment: int) -> int:
     if asked is not None:
-        whole("block_size", asked, 1)
+        asked = whole("block_size", asked, 1)
     if not state_bytes:
         return asked or (MLA_BLOCK_SIZE if model.is_mla else BLOCK_SIZE)
     least = alignment * ceil_div(state_bytes, alignment * row_bytes)

@@ -34,8 +34,8 @@ class Capacity:
     available_bytes: int
 
     def __post_init__(self) -> None:
-        whole("max_model_len", self.max_model_len, 1)
-        whole("available_bytes", self.available_bytes, 1)
+        for name in ("max_model_len", "available_bytes"):  # as Python's int: numpy's would overflow
+            object.__setattr__(self, name, whole(name, getattr(self, name), 1))
 
     @property
     def dcp(self) -> int:

@@ -52,23 +52,27 @@ class ModelSpec:
     max_position: int | None = None
 
     def __post_init__(self) -> None:
-        whole("num_attention_layers", self.num_attention_layers, 1)
+        self._keep("num_attention_layers", 1)
         for name in ("kv_lora_rank", "qk_rope_head_dim", "num_kv_heads", "head_dim", "num_state_layers"):
-            whole(name, getattr(self, name), 0)
+            self._keep(name, 0)
         for name in ("num_heads", "max_position"):
             if getattr(self, name) is not None:
-                whole(name, getattr(self, name), 1)
+                self._keep(name, 1)
         if self.is_mla == (self.num_kv_heads > 0):
             fail(
                 "a model must have either kv_lora_rank (MLA) or num_kv_heads (GQA)",
                 f"{self.kv_lora_rank} and {self.num_kv_heads}",
             )
         if not self.is_mla:
-            whole("head_dim", self.head_dim, 1)
+            self._keep("head_dim", 1)
             if self.num_heads is not None:
                 divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
         for name in ("state_heads", "state_head_dim", "conv_width"):
-            whole(name, getattr(self, name), 1 if self.num_state_layers else 0)
+            self._keep(name, 1 if self.num_state_layers else 0)
+
+    def _keep(self, name: str, least: int) -> None:
+        # As Python's int: products of numpy's would be of 32 or 64 bits.
+        object.__setattr__(self, name, whole(name, getattr(self, name), least))
 
     @property
     def is_mla(self) -> bool:
@@ -86,9 +90,9 @@ class ModelSpec:
 
         Raises DcpInvalidArgument with the rule that is broken.
         """
-        if whole("tp", tp, 1) > MAX_TP:
+        tp, dcp = whole("tp", tp, 1), whole("dcp", dcp, 1)
+        if tp > MAX_TP:
             fail(f"tp must be at most {MAX_TP}", tp)
-        whole("dcp", dcp, 1)
         divides("dcp", dcp, "tp", tp)
         if self.num_heads is not None:
             divides("tp", tp, "num_heads", self.num_heads)
