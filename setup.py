@@ -14,6 +14,7 @@ Environment
     DCPKERNELS_HIP_ARCHS=...    code for these only, gfx942,...; the default is gfx942 and gfx950
     DCPKERNELS_HIPCC            the HIP compiler; else ROCm's, or any clang++ of PATH, or the one of the ziglang wheel
     DCPKERNELS_CXX or CXX       the C++ compiler
+    DCPKERNELS_SANITIZE=...     address,undefined or thread or ...: the CPU target under sanitizers, build/sanitize-...
     DCPKERNELS_WERROR=1         warnings are errors (set in CI)
     DCPKERNELS_LISTINGS=1       for CUDA, keep what tests/isa would compile once more: code with line numbers (set in CI)
 """
@@ -57,6 +58,10 @@ HIP_FLAGS = ("-x", "hip", "-nogpuinc", "-nogpulib", "--no-offload-new-driver", "
              "-std=c++20", "-O3", "-ffp-contract=off", "-Wall", "-Wextra")  # fmt: skip
 HIP_ARCHS = ("gfx942", "gfx950")
 OLDEST_CLANG, NEWEST_CLANG = 17, 29  # whose names are looked for
+# Not optimised: checks in what is always inlined take a compiler minutes else. Frame pointers, for whole stacks. Also the
+# checks of the library's own containers. What a report does, stop or go on, is said at run time.
+SANITIZE_FLAGS = ("-O0", "-g1", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS")
+SANITIZERS = {"address": ("address",), "undefined": ("undefined", "float-cast-overflow"), "thread": ("thread",)}
 
 
 class Missing(Exception):
@@ -230,8 +235,20 @@ TARGETS = (
 )
 
 
+def sanitizers() -> list[str]:
+    text = os.environ.get("DCPKERNELS_SANITIZE", "")
+    names = sorted({name.strip() for name in text.split(",") if name.strip()})
+    if unknown := [name for name in names if name not in SANITIZERS]:
+        known = ", ".join(SANITIZERS)
+        raise SystemExit(f"error: DCPKERNELS_SANITIZE={text}: names must be among {known} (got {unknown[0]})")
+    if "thread" in names and len(names) > 1:
+        raise SystemExit(f"error: DCPKERNELS_SANITIZE={text}: thread must be alone (got {len(names)} names)")
+    return names
+
+
 def selected_targets() -> list[Target]:
-    text = os.environ.get("DCPKERNELS_TARGETS", "")
+    # Sanitizers are those of the host's compiler.
+    text = os.environ.get("DCPKERNELS_TARGETS", "cpu" if sanitizers() else "")
     if not text:
         return list(TARGETS)
     by_name = {target.name: target for target in TARGETS}
@@ -240,6 +257,8 @@ def selected_targets() -> list[Target]:
         if name not in by_name:
             known = ", ".join(by_name)
             raise SystemExit(f"error: DCPKERNELS_TARGETS={text}: names must be among {known} (got {name})")
+        if sanitizers() and name != "cpu":
+            raise SystemExit(f"error: DCPKERNELS_TARGETS={text}: must be cpu with DCPKERNELS_SANITIZE (got {name})")
     return [by_name[name] for name in dict.fromkeys(names)]
 
 
@@ -412,6 +431,14 @@ class BuildTargets(build_ext):
         self.cxxflags = self.variants = ""
 
     def finalize_options(self) -> None:
+        if names := sanitizers():
+            # Python by itself cannot import the module: so it is never where Python, or a wheel, would look for it.
+            if self.inplace or self.editable_mode:
+                raise SystemExit("error: DCPKERNELS_SANITIZE: the build must not be in place (leave out --inplace)")
+            self.build_lib = self.build_lib or f"build/sanitize-{'-'.join(names)}"
+            self.build_temp = self.build_temp or f"{self.build_lib}/temp"
+            checks = ",".join(check for name in names for check in SANITIZERS[name])
+            self.cxxflags = shlex.join([*SANITIZE_FLAGS, f"-fsanitize={checks}", *shlex.split(self.cxxflags)])
         super().finalize_options()
         if self.editable_mode:
             # An editable install hands in a temporary folder; keep the objects where the next build looks.
@@ -491,6 +518,7 @@ class BuildTargets(build_ext):
         own = {
             "DCP_BUILD_ID": [f'-DDCP_BUILD_ID="{build_id(target, more)}"'],
             "DCP_MODULE": [f"-DDCP_MODULE=_C_{target.name}"],
+            "DCP_SANITIZERS": [f'-DDCP_SANITIZERS="{",".join(sanitizers())}"'],
             "host/dispatch.h": ["-DDCP_VARIANTS(X)=" + " ".join(f"X({variant.name})" for variant in variants)],
         }
         for source in target.sources(target.bindings):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 BUILD_ID: str
+SANITIZERS: str
 PROTOCOL_VERSION: int
 MAX_RANKS: int
 FLAG_BYTES: int

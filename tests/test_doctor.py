@@ -143,6 +143,12 @@ def test_the_facts_of_a_module_are_those_of_load(monkeypatch):
     assert none.get("built") is False and none.error("module")
 
 
+def test_a_build_under_sanitizers_says_so(tmp_path):
+    module = {"build_id": "b", "protocol": 1, "built": ["v3"], "runnable": ["v3"], "sanitizers": "address,undefined"}
+    found = finding("cpu module", machine(tmp_path, sections={"cpu": {"built": True, "module": module}}))
+    assert found.status == WARN and "under the sanitizers address,undefined" in found.text
+
+
 def test_no_variant_that_runs(tmp_path, monkeypatch):
     module = {"build_id": "b", "protocol": 1, "built": ["v4"], "runnable": []}
     facts = machine(tmp_path, sections={"cpu": {"module": module}})

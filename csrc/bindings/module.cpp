@@ -74,6 +74,7 @@ PYBIND11_MODULE(_C, module) {
   using namespace dcp;
   module.doc() = std::string("Target ") + module_name() + " of dcpkernels";
   module.attr("BUILD_ID") = build_id();
+  module.attr("SANITIZERS") = sanitizers();  // "address,undefined"; "" in all but a test build
   module.attr("PROTOCOL_VERSION") = kProtocolVersion;
   module.attr("MAX_RANKS") = kMaxRanks;
   // Sizes that dcpkernels/region_layout.py lays out regions with.

@@ -26,6 +26,8 @@ const char* module_name() { return DCP_STRING(DCP_MODULE); }
 
 const char* build_id() { return DCP_BUILD_ID; }
 
+const char* sanitizers() { return DCP_SANITIZERS; }
+
 }  // namespace dcp
 
 #define DCP_INIT_OF(module) PyInit_##module

@@ -32,5 +32,7 @@ const Variant* find_variant(const char* name);
 const char* module_name();
 // What ranks compare: of the sources and the flags.
 const char* build_id();
+// Those that the build runs under, "address,undefined" for example; "" outside tests.
+const char* sanitizers();
 
 }  // namespace dcp

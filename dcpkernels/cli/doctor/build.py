@@ -29,6 +29,7 @@ def module_facts(target: str, *more: Any) -> dict[str, dict[str, Any]]:
             "build_id": found.BUILD_ID,
             "protocol": found.PROTOCOL_VERSION,
             "built": list(found.built_variants),
+            "sanitizers": found.SANITIZERS,
             "runnable": list(found.runnable_variants),
         }
 
@@ -41,6 +42,9 @@ def check_module(target: str, facts: Facts) -> Finding:
         return ok("not built")
     if why := section.error("module"):
         return fail(f"must load and belong to this code ({why})", REBUILD)
+    sanitizers = section.get("module").get("sanitizers")
+    if sanitizers:
+        return warn(f"{_described(section)}, under the sanitizers {sanitizers}: for tests, and slow", REBUILD)
     return ok(_described(section))
 
 
