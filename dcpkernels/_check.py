@@ -127,6 +127,12 @@ def last_stride(op: str, name: str, value: torch.Tensor) -> None:
         fail(op, f"{name} must have stride 1 in its last dim", value.stride(-1))
 
 
+def byte_strides(value: torch.Tensor) -> tuple[int, ...]:
+    """Of a dim of one element: 0. There a stride may be any number, and times the size of an element too large for one."""
+    size = value.element_size()
+    return tuple(stride * size if length > 1 else 0 for stride, length in zip(value.stride(), value.shape))
+
+
 def has_memory(op: str, name: str, value: torch.Tensor) -> None:
     """Tensors whose storage was freed or made smaller, wrapper subclasses, and what stands for a tensor while code is
     traced have none of their own, or not all."""

@@ -191,7 +191,7 @@ class _KvLane:
     def source(self, kv_cache: torch.Tensor, chunk: Chunk) -> Any:
         if chunk.plan is not self._plan:
             self._plan, self._sources, self._views = chunk.plan, {}, {}
-        block_stride, row_stride, _ = kv_cache.stride()
+        block_stride, row_stride, _ = _check.byte_strides(kv_cache)
         key = (chunk.index, chunk.dtype, chunk.shape, kv_cache.shape[0], block_stride, row_stride)
         source, copies = self._sources.get(key, (None, ()))
         if source is None:
@@ -200,8 +200,8 @@ class _KvLane:
             source = self._module.KvGatherSource(
                 dtype=_check.GATHER_DTYPE_CODES[chunk.dtype],
                 block_size=chunk.plan.block_size,
-                block_stride=block_stride * size,
-                row_stride=row_stride * size,
+                block_stride=block_stride,
+                row_stride=row_stride,
                 row_bytes=chunk.shape[1] * size,
                 source_rows=rows,
                 final_rows=finals,
@@ -235,7 +235,7 @@ class _KvLane:
 def _result(chunk: Chunk, out: torch.Tensor | None, scale: Any) -> tuple[int, int, int, int, float]:
     """What a wait is told of the chunk that is wanted: rows; address and row stride of `out`; the scale's, or itself."""
     has_rows = out is not None and out.numel() > 0
-    address, stride = (out.data_ptr(), out.stride(0) * out.element_size()) if has_rows else (0, 0)
+    address, stride = (out.data_ptr(), _check.byte_strides(out)[0]) if has_rows else (0, 0)
     if isinstance(scale, torch.Tensor):
         return chunk.shape[0], address, stride, scale.data_ptr(), 1.0
     return chunk.shape[0], address, stride, 0, 1.0 if scale is None else scale

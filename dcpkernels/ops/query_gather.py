@@ -156,7 +156,7 @@ def _make_plan(workspace: Any, parts: tuple[Any, ...], scale: Any, out: Any, lan
 
     shapes, offset = [], 0
     for part in parts:
-        token_stride, head_stride, _ = (stride * source.itemsize for stride in part.stride())
+        token_stride, head_stride, _ = _check.byte_strides(part)
         shapes.append((token_stride, head_stride, part.shape[2] * source.itemsize, offset))
         offset += part.shape[2] * dtype.itemsize
     return impl.gathers.query_plan(
@@ -165,5 +165,5 @@ def _make_plan(workspace: Any, parts: tuple[Any, ...], scale: Any, out: Any, lan
         dtype=dtype,
         source_dtype=None if scale is None else source,
         parts=shapes,
-        out_strides=None if out is None else tuple(stride * dtype.itemsize for stride in out.stride()[:2]),
+        out_strides=None if out is None else _check.byte_strides(out)[:2],
     )
