@@ -133,8 +133,8 @@ class Tree:
     def write_launcher(self, leaks: bool) -> None:
         def options(prefix: str, values: dict[str, int], suppressions: str = "") -> str:
             text = ":".join(f"{name}={value}" for name, value in values.items())
-            text += f":suppressions={HERE / suppressions}" if suppressions else ""
-            return f"{text}:log_path={self.logs / prefix}"
+            text += f":suppressions='{HERE / suppressions}'" if suppressions else ""
+            return f"{text}:log_path='{self.logs / prefix}'"  # which may have a comma in it
 
         first = self.folder / "first"  # on the path
         env = {
