@@ -48,6 +48,9 @@ struct Options {
   Faults faults;
   // A futex wait without a bound: what nobody wakes is a deadlock. Otherwise a wait is an await point.
   bool futex_is_exact = true;
+  // Bytes in which plain accesses are told apart when races are looked for: 1, 2 or 4. A coarse one may find
+  // a race where there is none, and never the other way round.
+  int race_granule = 4;
   // Words of which the engine need not prove that stores of two threads are ordered (see model.h).
   bool allows_unordered_stores = false;
 };
