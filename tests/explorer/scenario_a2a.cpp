@@ -10,6 +10,7 @@
 //   passes
 //             it, 3 passes an ordinary tensor, 4 as 2, but a view that starts one row on. Left out: 33...
 //   empty=1   some rows are called empty by the lengths
+//   swap=1    of two lanes in one thread, rank 1 makes the calls of the second one first
 #include "scenarios.h"
 
 #include "ops/a2a_lse_reduce.h"
@@ -56,7 +57,8 @@ class A2a : public World {
         tokens_(given.get("tokens", 1)),
         other_tokens_(given.get("tokens1", -1)),
         capacity_(int(given.get("capacity", 8))),
-        has_empty_(given.get("empty", 0) != 0) {
+        has_empty_(given.get("empty", 0) != 0),
+        swaps_lanes_(given.get("swap", 0) != 0) {
     for (int rank = 0; rank < shape_.num_ranks; ++rank) {
       const int64_t script = given.get("script" + std::to_string(rank), 0);
       for (int i = 0; script != 0 && i < num_digits(script); ++i) {
@@ -67,17 +69,18 @@ class A2a : public World {
     for (int call = 0; call < num_calls_; ++call) {
       for (int rank : {0, 1}) max_tokens_ = std::max(max_tokens_, tokens_of(rank, call));
     }
-    if (other_tokens_ >= 0) expected_ = FaultKind::kMismatch;
+    if (other_tokens_ >= 0 || swaps_lanes_) expected_ = FaultKind::kMismatch;
   }
 
   void set_up() override;
 
  protected:
-  void run_rank(int rank, int channel) const override;
+  void run_rank(int rank, int thread) const override;
 
  private:
+  // T of a call, by its number.
   int tokens_of(int rank, int call) const {
-    return digit(rank == 1 && other_tokens_ >= 0 ? other_tokens_ : tokens_, num_calls_, call);
+    return digit(rank == 1 && other_tokens_ >= 0 ? other_tokens_ : tokens_, num_calls_, call % num_calls_);
   }
   bool is_empty(int call, int rank, int row) const { return has_empty_ && (call + rank + row) % 3 == 0; }
   float value(int call, int rank, int row, int head, int d) const {
@@ -100,23 +103,44 @@ class A2a : public World {
   uint64_t buffer_bytes() const { return uint64_t(buffer_rows() * heads_bytes()); }
   std::string payload_name(size_t at) const;
 
-  A2aLseReduceParams params(int rank, int call) const;
-  float* buffer_row(int rank, int buffer_idx, int row) const {
-    return reinterpret_cast<float*>(symm(rank).bases[rank] + buffer_offset() +
-                                    uint64_t(buffer_idx) * buffer_bytes()) +
+  // A rank on one of its lanes.
+  struct Seat {
+    int rank, lane;
+  };
+  int number(Seat seat) const { return seat.rank * shape_.num_lanes + seat.lane; }
+  RankState& state_of(Seat seat) const { return state(seat.rank, seat.lane); }
+  float* out(Seat seat) const { return out_ + number(seat) * max_tokens_ * sizes_.head_dim; }
+  float* out_lse(Seat seat) const { return out_lse_ + number(seat) * max_tokens_; }
+  // Calls have numbers of their own on every lane.
+  size_t call_number(Seat seat, int call) const { return size_t(seat.lane * num_calls_ + call); }
+  const std::vector<float>& partial(Seat seat, int call) const {
+    return partial_[size_t(seat.rank)][call_number(seat, call)];
+  }
+  uint64_t lane_bytes() const {
+    const uint64_t buffers = wire_ == Wire::kPull ? 2 * buffer_bytes() : 0;
+    return buffer_offset() - staging_offset() + buffers;
+  }
+  uint64_t lane_offset(int lane) const { return uint64_t(lane) * lane_bytes(); }
+  float* buffer_row(Seat seat, int buffer_idx, int row) const {
+    return reinterpret_cast<float*>(symm(seat.rank).bases[seat.rank] + lane_offset(seat.lane) +
+                                    buffer_offset() + uint64_t(buffer_idx) * buffer_bytes()) +
            row * (heads_bytes() / 4);
   }
-  int free_buffer(int rank) const;
-  void prepare(int rank, int call, int step) const;
-  void check(int rank, int call, Status status) const;
-  void overwrite_buffers(int rank) const;
+
+  A2aLseReduceParams params(Seat seat, int call) const;
+  int free_buffer(Seat seat) const;
+  void prepare(Seat seat, int call, int step) const;
+  void check(Seat seat, int call, Status status) const;
+  void overwrite_buffers(Seat seat) const;
+  bool hand_out(Seat seat, int channel) const;
+  void run_lane(Seat seat, int channel) const;
 
   const Wire wire_;
   const Sizes sizes_;
   const int num_calls_;
   const int64_t tokens_, other_tokens_;
   const int capacity_;
-  const bool has_empty_;
+  const bool has_empty_, swaps_lanes_;
   int max_tokens_ = 0;
   std::vector<int> scripts_[4];
   // Constants: [rank][call]. What callers pass where they pass ordinary tensors.
@@ -127,40 +151,42 @@ class A2a : public World {
 };
 
 std::string A2a::payload_name(size_t at) const {
+  const std::string lane = shape_.num_lanes > 1 ? "lane " + std::to_string(at / lane_bytes()) + " " : "";
+  at %= lane_bytes();
   const size_t staging_bytes = 2 * slots_bytes(), row_bytes = size_t(sizes_.row_bytes);
   const size_t rows = size_t(round_rows()), slots = size_t(shape_.num_ranks - 1);
   if (at < staging_bytes + (is_packet() ? slots_bytes() : 0)) {
     const size_t row = at / row_bytes;
     const std::string place = "[slot " + std::to_string(row / rows % slots) + "][row " +
                               std::to_string(row % rows) + "]+" + std::to_string(at % row_bytes);
-    if (at >= staging_bytes) return "plain" + place;
-    return "staging[parity " + std::to_string(row / rows / slots) + "]" + place;
+    if (at >= staging_bytes) return lane + "plain" + place;
+    return lane + "staging[parity " + std::to_string(row / rows / slots) + "]" + place;
   }
   at -= buffer_offset() - staging_offset();
-  return "buffer " + std::to_string(at / buffer_bytes()) + " row " +
-         std::to_string(at % buffer_bytes() / size_t(heads_bytes())) + "+" +
-         std::to_string(at % buffer_bytes() % size_t(heads_bytes()));
+  const size_t in_buffer = at % buffer_bytes(), row_size = size_t(heads_bytes());
+  return lane + "buffer[" + std::to_string(at / buffer_bytes()) + "][row " +
+         std::to_string(in_buffer / row_size) + "]+" + std::to_string(in_buffer % row_size);
 }
 
 void A2a::set_up() {
-  const uint64_t buffers = wire_ == Wire::kPull ? 2 * buffer_bytes() : 0;
-  make_regions(buffer_offset() - staging_offset() + buffers, [this](size_t at) { return payload_name(at); });
-  const size_t rows = size_t(shape_.num_ranks) * size_t(max_tokens_);
+  const size_t ranks = size_t(shape_.num_ranks), lanes = size_t(shape_.num_lanes);
+  make_regions(lanes * lane_bytes(), [this](size_t at) { return payload_name(at); });
+  const size_t rows = ranks * lanes * size_t(max_tokens_);
   out_ = explorer::allocate_array<float>(rows * size_t(sizes_.head_dim), "out");
   out_lse_ = explorer::allocate_array<float>(rows, "out_lse");
   for (int row = 0; row <= max_tokens_; ++row) starts_.push_back(row);
-  const size_t ranks = size_t(shape_.num_ranks), calls = size_t(num_calls_);
+  const size_t calls = lanes * size_t(num_calls_);
   partial_.assign(ranks, std::vector<std::vector<float>>(calls));
   lses_ = partial_;
   lengths_.assign(ranks, std::vector<std::vector<int32_t>>(calls));
-  for (int rank = 0; rank < shape_.num_ranks; ++rank) {
-    for (int call = 0; call < num_calls_; ++call) {
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    for (size_t call = 0; call < calls; ++call) {
       for (int row = 0; row < max_tokens_; ++row) {
-        lengths_[size_t(rank)][size_t(call)].push_back(is_empty(call, rank, row) ? 0 : 1);
+        lengths_[rank][call].push_back(is_empty(int(call), int(rank), row) ? 0 : 1);
         for (int head = 0; head < shape_.num_ranks; ++head) {
-          lses_[size_t(rank)][size_t(call)].push_back(lse(call, rank, row, head));
+          lses_[rank][call].push_back(lse(int(call), int(rank), row, head));
           for (int d = 0; d < sizes_.head_dim; ++d) {
-            partial_[size_t(rank)][size_t(call)].push_back(value(call, rank, row, head, d));
+            partial_[rank][call].push_back(value(int(call), int(rank), row, head, d));
           }
         }
       }
@@ -168,18 +194,19 @@ void A2a::set_up() {
   }
 }
 
-A2aLseReduceParams A2a::params(int rank, int call) const {
+A2aLseReduceParams A2a::params(Seat seat, int call) const {
   A2aLseReduceParams p = {};
   const int num_heads = shape_.num_ranks, head_dim = sizes_.head_dim;
-  p.symm = symm(rank);
+  p.symm = symm(seat.rank);
   p.control = shape_.control();
-  p.wait = policy(rank);
-  p.partial_out = partial_[size_t(rank)][size_t(call)].data();
-  p.partial_lse = lses_[size_t(rank)][size_t(call)].data();
-  p.out = out_ + rank * max_tokens_ * head_dim;
-  p.out_lse = out_lse_ + rank * max_tokens_;
+  p.wait = policy(seat.rank);
+  p.lane = p.stream_idx = seat.lane;
+  p.partial_out = partial(seat, call).data();
+  p.partial_lse = lses_[size_t(seat.rank)][call_number(seat, call)].data();
+  p.out = out(seat);
+  p.out_lse = out_lse(seat);
   if (has_empty_) {
-    p.seq_lens = lengths_[size_t(rank)][size_t(call)].data();
+    p.seq_lens = lengths_[size_t(seat.rank)][call_number(seat, call)].data();
     p.query_start_loc = starts_.data();
     p.num_seqs = max_tokens_;
   }
@@ -189,132 +216,140 @@ A2aLseReduceParams A2a::params(int rank, int call) const {
   p.partial_lse_head_stride = 1;
   p.out_token_stride = p.out_head_stride = head_dim;
   p.out_lse_token_stride = p.out_lse_head_stride = 1;
-  p.num_tokens = tokens_of(rank, call);
+  p.num_tokens = tokens_of(seat.rank, call);
   p.lse_base = LseBase::k2;
-  p.num_nonfinite_lse = &state(rank).num_nonfinite;
+  p.num_nonfinite_lse = &state_of(seat).num_nonfinite;
   p.wire = wire_;
   p.num_local_heads = 1;
   p.head_dim = head_dim;
   p.max_round_rows = capacity_;
-  p.staging = {staging_offset(), uint64_t(sizes_.row_bytes), round_rows()};
+  p.staging = {staging_offset() + lane_offset(seat.lane), uint64_t(sizes_.row_bytes), round_rows()};
   p.unpacked = p.staging;
-  if (is_packet()) p.unpacked.offset = unpacked_offset();
+  if (is_packet()) p.unpacked.offset = unpacked_offset() + lane_offset(seat.lane);
   p.lse_in_row = uint64_t(sizes_.lse_in_row);
-  p.buffer_offset = buffer_offset();
+  p.buffer_offset = buffer_offset() + lane_offset(seat.lane);
   p.buffer_bytes = buffer_bytes();
   return p;
 }
 
 // As bindings/handle.h does it.
-int A2a::free_buffer(int rank) const {
-  const RankState& mine = state(rank);
+int A2a::free_buffer(Seat seat) const {
+  const RankState& mine = state_of(seat);
   if (mine.handed_out != kNone) return 1 - mine.handed_out;
-  return core::is_released(symm(rank), shape_.control(), 0, mine.last_used) ? mine.last_used
-                                                                            : 1 - mine.last_used;
+  const bool is_free = core::is_released(symm(seat.rank), shape_.control(), seat.lane, mine.last_used);
+  return is_free ? mine.last_used : 1 - mine.last_used;
 }
 
-void A2a::prepare(int rank, int call, int step) const {
-  RankState& mine = state(rank);
+void A2a::prepare(Seat seat, int call, int step) const {
+  RankState& mine = state_of(seat);
   if (wire_ != Wire::kPull) return;
   if (step == kCopy) {
-    mine.buffer_idx = free_buffer(rank);
+    mine.buffer_idx = free_buffer(seat);
     return;
   }
   mine.buffer_idx = mine.handed_out;
   mine.handed_out = kNone;
-  const std::vector<float>& from = partial_[size_t(rank)][size_t(call)];
-  float* to = buffer_row(rank, mine.buffer_idx, step == kPassView ? 1 : 0);
-  for (int i = 0; i < tokens_of(rank, call) * heads_bytes() / 4; ++i) to[i] = from[size_t(i)];
+  const float* from = partial(seat, call).data();
+  float* to = buffer_row(seat, mine.buffer_idx, step == kPassView ? 1 : 0);
+  for (int i = 0; i < tokens_of(seat.rank, call) * heads_bytes() / 4; ++i) to[i] = from[i];
 }
 
 // After a fault the caller may write into what it has, while a late peer still reads there.
-void A2a::overwrite_buffers(int rank) const {
+void A2a::overwrite_buffers(Seat seat) const {
   if (wire_ != Wire::kPull) return;
   for (int buffer_idx : {0, 1}) {
-    float* to = buffer_row(rank, buffer_idx, 0);
+    float* to = buffer_row(seat, buffer_idx, 0);
     for (int i = 0; i < buffer_rows() * heads_bytes() / 4; ++i) to[i] = -1.0f;
   }
 }
 
-void A2a::check(int rank, int call, Status status) const {
-  const int num_tokens = tokens_of(rank, call), head_dim = sizes_.head_dim;
-  float* out = out_ + rank * max_tokens_ * head_dim;
-  float* out_lse = out_lse_ + rank * max_tokens_;
+void A2a::check(Seat seat, int call, Status status) const {
+  const int rank = seat.rank, name = int(call_number(seat, call)), head_dim = sizes_.head_dim;
   if (status != Status::kOk) check_fault(rank, "a call");
   if (status == Status::kOk && expected_ != FaultKind::kNone) {
-    explorer::fail("fault", "rank %d: call %d, which is not that of its peers, ended well", rank, call);
+    explorer::fail("fault", "rank %d: call %d, which is not that of its peers, ended well", rank, name);
   }
-  for (int row = 0; row < num_tokens; ++row) {
+  for (int row = 0; row < tokens_of(rank, call); ++row) {
+    const float* got = out(seat) + row * head_dim;
+    const double got_lse = double(out_lse(seat)[row]);
     if (status != Status::kOk) {
       for (int d = 0; d < head_dim; ++d) {
-        if (!std::isnan(out[row * head_dim + d])) {
-          explorer::fail("stale", "rank %d: call %d failed, and row %d of its output is no NaN", rank, call,
-                         row);
-        }
+        if (std::isnan(got[d])) continue;
+        explorer::fail("stale", "rank %d: call %d failed, and row %d of its output is no NaN", rank, name,
+                       row);
       }
       continue;
     }
     double sum = 0, merged_lse = -INFINITY;
-    for (int r = 0; r < shape_.num_ranks; ++r) sum += std::exp2(double(lse(call, r, row, rank)));
+    for (int r = 0; r < shape_.num_ranks; ++r) sum += std::exp2(double(lse(name, r, row, rank)));
     if (sum > 0) merged_lse = std::log2(sum);
+    const bool is_same_lse = got_lse == merged_lse || std::fabs(got_lse - merged_lse) < 1e-5;
     for (int d = 0; d < head_dim; ++d) {
       double expected = 0;
       for (int r = 0; r < shape_.num_ranks && sum > 0; ++r) {
-        expected += std::exp2(double(lse(call, r, row, rank))) / sum * value(call, r, row, rank, d);
+        expected += std::exp2(double(lse(name, r, row, rank))) / sum * double(value(name, r, row, rank, d));
       }
-      const double got = out[row * head_dim + d], got_lse = out_lse[row];
-      const bool is_same_lse = got_lse == merged_lse || std::fabs(got_lse - merged_lse) < 1e-5;
-      if (!(std::fabs(got - expected) <= 1e-4 * std::fabs(expected)) || !is_same_lse) {
-        explorer::fail("data", "rank %d: call %d row %d is %g (LSE %g), not %g (LSE %g)", rank, call, row,
-                       got, got_lse, expected, merged_lse);
-      }
+      if (std::fabs(double(got[d]) - expected) <= 1e-4 * std::fabs(expected) && is_same_lse) continue;
+      explorer::fail("data", "rank %d: call %d row %d is %g (LSE %g), not %g (LSE %g)", rank, name, row,
+                     double(got[d]), got_lse, expected, merged_lse);
     }
   }
-  for (int i = 0; i < max_tokens_ * head_dim; ++i) out[i] = 0;
-  for (int i = 0; i < max_tokens_; ++i) out_lse[i] = 0;
+  for (int i = 0; i < max_tokens_ * head_dim; ++i) out(seat)[i] = 0;
+  for (int i = 0; i < max_tokens_; ++i) out_lse(seat)[i] = 0;
 }
 
-void A2a::run_rank(int rank, int channel) const {
-  RankState& mine = state(rank);
+// What Workspace.partial_out does.
+bool A2a::hand_out(Seat seat, int channel) const {
+  RankState& mine = state_of(seat);
+  const auto run = [&](const Launch& launch) {
+    if (launch.first_channel != 0) return Status::kOk;
+    const int buffer_idx = free_buffer(seat);
+    const Status status =
+        core::acquire_buffer(symm(seat.rank), shape_.control(), policy(seat.rank), seat.lane, buffer_idx);
+    mine.handed_out = buffer_idx;
+    return status;
+  };
+  const auto finish = [&](Status status) {
+    if (status == Status::kOk) return;
+    check_fault(seat.rank, "partial_out");
+    overwrite_buffers(seat);
+  };
+  return call(mine, channel, [] {}, run, finish);
+}
+
+void A2a::run_lane(Seat seat, int channel) const {
+  RankState& mine = state_of(seat);
   if (channel == 0) mine.handed_out = kNone;
-  int call = 0;
-  for (int step : scripts_[rank]) {
+  int done = 0;
+  for (int step : scripts_[seat.rank]) {
     if (step == kHandOut) {
-      const auto hand_out = [&](const Launch& launch) {
-        if (launch.first_channel != 0) return Status::kOk;
-        const int buffer_idx = free_buffer(rank);
-        const Status status = core::acquire_buffer(symm(rank), shape_.control(), policy(rank), 0, buffer_idx);
-        mine.handed_out = buffer_idx;
-        return status;
-      };
-      const bool good = this->call(
-          rank, channel, [] {}, hand_out,
-          [&](Status status) {
-            if (status == Status::kOk) return;
-            check_fault(rank, "partial_out");
-            overwrite_buffers(rank);
-          });
-      if (!good) return;
+      if (!hand_out(seat, channel)) return;
       continue;
     }
     const auto run = [&](const Launch& launch) {
-      A2aLseReduceParams p = params(rank, call);
+      A2aLseReduceParams p = params(seat, done);
       if (wire_ == Wire::kPull) {
         p.buffer_idx = mine.buffer_idx;
         p.copies_to_buffer = step == kCopy;
-        if (step != kCopy) p.partial_out = buffer_row(rank, mine.buffer_idx, step == kPassView ? 1 : 0);
+        if (step != kCopy) p.partial_out = buffer_row(seat, mine.buffer_idx, step == kPassView ? 1 : 0);
       }
       return core::a2a_lse_reduce().run(p, launch);
     };
-    const bool good = this->call(
-        rank, channel, [&] { prepare(rank, call, step); }, run,
-        [&](Status status) {
-          mine.last_used = mine.buffer_idx;
-          check(rank, call, status);
-          if (status != Status::kOk) overwrite_buffers(rank);
-        });
-    if (!good) return;
-    ++call;
+    const auto finish = [&](Status status) {
+      mine.last_used = mine.buffer_idx;
+      check(seat, done, status);
+      if (status != Status::kOk) overwrite_buffers(seat);
+    };
+    if (!call(mine, channel, [&] { prepare(seat, done, step); }, run, finish)) return;
+    ++done;
+  }
+}
+
+void A2a::run_rank(int rank, int thread) const {
+  if (shape_.num_lanes == 1) return run_lane({rank, 0}, thread);
+  if (!shape_.one_thread) return run_lane({rank, thread}, 0);
+  for (int i = 0; i < shape_.num_lanes; ++i) {
+    run_lane({rank, swaps_lanes_ && rank == 1 ? shape_.num_lanes - 1 - i : i}, 0);
   }
 }
 

@@ -146,13 +146,11 @@ void Kv::run_rank(int rank, int channel) const {
       if (step == kWhole) return core::kv_gather().whole(p, launch);
       return core::kv_gather().wait(p, launch);
     };
-    const bool good = call(
-        rank, channel, [] {}, run,
-        [&](Status status) {
-          if (status != Status::kOk) return check_fault(rank, starts ? "a start" : "a wait");
-          if (step == kDequantise) read_out(rank, chunk);
-        });
-    if (!good) return;
+    const auto finish = [&](Status status) {
+      if (status != Status::kOk) return check_fault(rank, starts ? "a start" : "a wait");
+      if (step == kDequantise) read_out(rank, chunk);
+    };
+    if (!call(state(rank), channel, [] {}, run, finish)) return;
   }
   check_ended_well(rank, channel);
 }

@@ -116,15 +116,15 @@ void Query::run_rank(int rank, int channel) const {
     const auto run = [&](const Launch& launch) {
       return core::query_gather().run(params(rank, gather, step), launch);
     };
-    const bool good = call(rank, channel, read_view, run, [&](Status status) {
+    const auto finish = [&](Status status) {
       if (status != Status::kOk) return check_fault(rank, step == kRelease ? "a release" : "a gather");
       if (step == kView) check(rank, gather, words_at(rank, 0));
       if (step != kOut) return;
       uint32_t* out = out_ + rank * std::max(max_tokens_, 1) * shape_.num_ranks;
       check(rank, gather, out);
       for (int i = 0; i < max_tokens_ * shape_.num_ranks; ++i) out[i] = 0;
-    });
-    if (!good) return;
+    };
+    if (!call(state(rank), channel, read_view, run, finish)) return;
     is_open = step == kView;
   }
   check_ended_well(rank, channel);

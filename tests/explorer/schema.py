@@ -10,10 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Included ahead of everything in the programs made from the copy.
-DECLARATION = "#pragma once\nextern int explorer_mutation;\n"
-
-
 @dataclass(frozen=True)
 class Edit:
     """`old` becomes `new`, where it stands behind `behind`: this must be the only such place in the file.
@@ -44,7 +40,6 @@ def write_copy(csrc: Path, folder: Path, mutations: Iterable[tuple[int, Sequence
     """A copy of csrc/ in `folder` that holds all mutations. They may share a place, but not overlap."""
     copy = folder / "csrc"
     shutil.copytree(csrc, copy)
-    (copy / "explorer_mutation.h").write_text(DECLARATION)
     texts: dict[str, str] = {}
     spans: dict[str, dict[tuple[int, int], str]] = {}
     for number, edits in mutations:

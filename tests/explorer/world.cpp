@@ -92,10 +92,10 @@ explorer::Options World::options() const {
 }
 
 void World::run(int thread) const {
-  const int rank = thread / shape_.threads_of_rank(), channel = thread % shape_.threads_of_rank();
-  run_rank(rank, channel);
+  const int rank = thread / shape_.threads_of_rank(), of_rank = thread % shape_.threads_of_rank();
+  run_rank(rank, of_rank);
   // What a peer's host sees of a socket has no order with anything else.
-  if (channel == 0 && shape_.lost) __atomic_store_n(&state(rank).has_left, 1, __ATOMIC_RELAXED);
+  if (of_rank == 0 && shape_.lost) __atomic_store_n(&state(rank).has_left, 1, __ATOMIC_RELAXED);
 }
 
 void World::make_regions(uint64_t payload_bytes, const std::function<std::string(size_t)>& payload_name) {
@@ -111,7 +111,7 @@ void World::make_regions(uint64_t payload_bytes, const std::function<std::string
     core::init_region(bases_.back(), shape_.control(), shape_.num_ranks, shape_.start_epoch);
     polls_.push_back({this, rank});
   }
-  states_ = explorer::allocate_array<RankState>(size_t(shape_.num_ranks), "caller");
+  states_ = explorer::allocate_array<RankState>(size_t(shape_.num_ranks * shape_.num_lanes), "caller");
 }
 
 WaitPolicy World::policy(int rank) const {

@@ -2,7 +2,8 @@
 // and what must hold after a fault.
 //
 // Arguments of every scenario:
-//   ranks, channels   how many. one_thread=1: the channels of a rank share a thread
+//   ranks, channels   how many. one_thread=1: the channels (and lanes) of a rank share a thread
+//   lanes             how many; more than one have a channel each, and threads that do not meet
 //   start             epoch of the last round before the first one (the wrap is at 2^32)
 //   sleep=1           waiting threads sleep on their doorbells at once, and do not yield
 //   deaths            set of ranks of which one may stop for ever, at any step. lost=1: sockets tell of it
@@ -29,7 +30,7 @@ namespace core = dcp::DCP_NS;
 inline constexpr int64_t kTimeout = 100'000'000, kJump = 1'000'000'000;
 
 struct Shape {
-  int num_ranks, num_channels, num_streams;
+  int num_ranks, num_channels, num_lanes, num_streams;
   bool one_thread, sleeps, lost, forever, interrupt;
   uint64_t start_epoch, mortal;
   int num_early;
@@ -37,7 +38,8 @@ struct Shape {
   Shape(const explorer::Arguments& given, int streams)
       : num_ranks(int(given.get("ranks", 2))),
         num_channels(int(given.get("channels", 1))),
-        num_streams(streams),
+        num_lanes(int(given.get("lanes", 1))),
+        num_streams(streams * num_lanes),
         one_thread(given.get("one_thread", 0) != 0),
         sleeps(given.get("sleep", 0) != 0),
         lost(given.get("lost", 0) != 0),
@@ -48,7 +50,8 @@ struct Shape {
         num_early(int(given.get("early", 0))) {}
 
   bool has_faults() const { return mortal != 0 || num_early != 0 || interrupt; }
-  int threads_of_rank() const { return one_thread ? 1 : num_channels; }
+  int threads_of_rank() const { return one_thread ? 1 : num_channels * num_lanes; }
+  int threads_of_call() const { return one_thread ? 1 : num_channels; }
   ControlLayout control() const {
     const uint64_t stream_bytes =
         sizeof(StreamState) + uint64_t(num_channels) * (sizeof(ChannelState) + sizeof(Doorbell));
@@ -76,28 +79,29 @@ class World : public explorer::Program {
   void run(int thread) const override;
 
  protected:
-  // The script of one thread: it makes its rank's calls, one after the other, up to the first fault.
-  virtual void run_rank(int rank, int channel) const = 0;
+  // The script of one thread, of a channel or of a lane: it makes its rank's calls, one after the other, up
+  // to the first fault.
+  virtual void run_rank(int rank, int thread) const = 0;
 
   // A region for every rank: control words, then `payload_bytes`, whose bytes `payload_name` names.
   void make_regions(uint64_t payload_bytes, const std::function<std::string(size_t)>& payload_name);
 
   SymmView symm(int rank) const { return {bases_.data(), rank, shape_.num_ranks}; }
   WaitPolicy policy(int rank) const;
-  RankState& state(int rank) const { return states_[rank]; }
+  RankState& state(int rank, int lane = 0) const { return states_[rank * shape_.num_lanes + lane]; }
 
   // All channels of a call, by all threads of the rank: prepare() by one of them, then run(launch) by each,
   // then finish(status) by the first one. True when the call had no fault.
   template <class Prepare, class Run, class Finish>
-  bool call(int rank, int channel, const Prepare& prepare, const Run& run, const Finish& finish) const {
-    RankState& mine = state(rank);
+  bool call(RankState& mine, int channel, const Prepare& prepare, const Run& run,
+            const Finish& finish) const {
     if (channel == 0) prepare();
     meet();
     const Launch launch = {channel, shape_.one_thread ? shape_.num_channels : channel + 1, nullptr};
     mine.status[channel] = int32_t(run(launch));
     meet();
     Status status = Status::kOk;
-    for (int c = 0; c < shape_.threads_of_rank(); ++c) {
+    for (int c = 0; c < shape_.threads_of_call(); ++c) {
       if (Status(mine.status[c]) != Status::kOk) status = Status(mine.status[c]);
     }
     if (channel == 0) finish(status);
@@ -117,7 +121,7 @@ class World : public explorer::Program {
   };
   static void poll_host(void* context, HostEvents* events);
   void meet() const {
-    if (shape_.threads_of_rank() > 1) explorer::join();
+    if (shape_.threads_of_call() > 1) explorer::join();
   }
 
   std::vector<uint64_t> bases_;
