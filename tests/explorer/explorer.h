@@ -89,6 +89,9 @@ void join();
 // The same for all threads of the program (a barrier outside the protocol; hides protocol faults, so rarely).
 void join_all();
 
+// The body's own loops: goes on when something that the thread has looked at since the last await may have changed.
+void await();
+
 // 0 .. num - 1, all of them explored. `what` is for the trace: "T of the next call".
 int choose(int num, const char* what);
 

@@ -174,6 +174,7 @@ long explorer_syscall(long number, ...) {
 
 namespace explorer {
 
+void await() { execution.park(Kind::kAwait); }
 void join() { execution.park(Kind::kJoin); }
 void join_all() { execution.park(Kind::kJoinAll); }
 int choose(int num, const char* what) {
