@@ -65,6 +65,9 @@ class A2a : public World {
         scripts_[rank].push_back(digit(script, num_digits(script), i));
       }
       if (script == 0) scripts_[rank].assign(size_t(num_calls_), kCopy);
+      int num_calls = 0;
+      for (int step : scripts_[rank]) num_calls += step != kHandOut;
+      DCP_CHECK(num_calls == num_calls_, num_calls);
     }
     for (int call = 0; call < num_calls_; ++call) {
       for (int rank : {0, 1}) max_tokens_ = std::max(max_tokens_, tokens_of(rank, call));
@@ -129,10 +132,10 @@ class A2a : public World {
 
   A2aLseReduceParams params(Seat seat, int call) const;
   int free_buffer(Seat seat) const;
-  void prepare(Seat seat, int call, int step) const;
+  void write_buffer(Seat seat, int call, bool as_view) const;
   void check(Seat seat, int call, Status status) const;
   void overwrite_buffers(Seat seat) const;
-  bool hand_out(Seat seat, int channel) const;
+  bool hand_out(Seat seat, int channel, size_t at, int num_done) const;
   void run_lane(Seat seat, int channel) const;
 
   const Wire wire_;
@@ -240,17 +243,10 @@ int A2a::free_buffer(Seat seat) const {
   return is_free ? mine.last_used : 1 - mine.last_used;
 }
 
-void A2a::prepare(Seat seat, int call, int step) const {
-  RankState& mine = state_of(seat);
-  if (wire_ != Wire::kPull) return;
-  if (step == kCopy) {
-    mine.buffer_idx = free_buffer(seat);
-    return;
-  }
-  mine.buffer_idx = mine.handed_out;
-  mine.handed_out = kNone;
+// The rows of call `call` into the buffer that is handed out.
+void A2a::write_buffer(Seat seat, int call, bool as_view) const {
   const float* from = partial(seat, call).data();
-  float* to = buffer_row(seat, mine.buffer_idx, step == kPassView ? 1 : 0);
+  float* to = buffer_row(seat, state_of(seat).handed_out, as_view ? 1 : 0);
   for (int i = 0; i < tokens_of(seat.rank, call) * heads_bytes() / 4; ++i) to[i] = from[i];
 }
 
@@ -298,8 +294,9 @@ void A2a::check(Seat seat, int call, Status status) const {
   for (int i = 0; i < max_tokens_; ++i) out_lse(seat)[i] = 0;
 }
 
-// What Workspace.partial_out does.
-bool A2a::hand_out(Seat seat, int channel) const {
+// What Workspace.partial_out does. The caller writes into what it gets at once: the rows of the call after
+// `num_done` that passes it.
+bool A2a::hand_out(Seat seat, int channel, size_t at, int num_done) const {
   RankState& mine = state_of(seat);
   const auto run = [&](const Launch& launch) {
     if (launch.first_channel != 0) return Status::kOk;
@@ -310,9 +307,17 @@ bool A2a::hand_out(Seat seat, int channel) const {
     return status;
   };
   const auto finish = [&](Status status) {
-    if (status == Status::kOk) return;
-    check_fault(seat.rank, "partial_out");
-    overwrite_buffers(seat);
+    if (status != Status::kOk) {
+      check_fault(seat.rank, "partial_out");
+      return overwrite_buffers(seat);
+    }
+    const std::vector<int>& script = scripts_[seat.rank];
+    int call = num_done;
+    for (size_t next = at + 1; next < script.size(); ++next) {
+      if (script[next] == kHandOut) return;  // handed out in vain
+      if (script[next] != kCopy) return write_buffer(seat, call, script[next] == kPassView);
+      ++call;
+    }
   };
   return call(mine, channel, [] {}, run, finish);
 }
@@ -321,11 +326,16 @@ void A2a::run_lane(Seat seat, int channel) const {
   RankState& mine = state_of(seat);
   if (channel == 0) mine.handed_out = kNone;
   int done = 0;
-  for (int step : scripts_[seat.rank]) {
+  for (size_t at = 0; at < scripts_[seat.rank].size(); ++at) {
+    const int step = scripts_[seat.rank][at];
     if (step == kHandOut) {
-      if (!hand_out(seat, channel)) return;
+      if (!hand_out(seat, channel, at, done)) return;
       continue;
     }
+    const auto prepare = [&] {
+      mine.buffer_idx = step == kCopy ? free_buffer(seat) : mine.handed_out;
+      if (step != kCopy) mine.handed_out = kNone;
+    };
     const auto run = [&](const Launch& launch) {
       A2aLseReduceParams p = params(seat, done);
       if (wire_ == Wire::kPull) {
@@ -340,7 +350,7 @@ void A2a::run_lane(Seat seat, int channel) const {
       check(seat, done, status);
       if (status != Status::kOk) overwrite_buffers(seat);
     };
-    if (!call(mine, channel, [&] { prepare(seat, done, step); }, run, finish)) return;
+    if (!call(mine, channel, prepare, run, finish)) return;
     ++done;
   }
 }

@@ -32,7 +32,7 @@ class Edit:
     def either(self, number: int, old: str) -> str:
         """The text that behaves as `new` when fault `number` is on, else as `old`."""
         if self.old.endswith(";"):
-            return f"if (explorer_mutation == {number}) {{ {self.new} }} else {{ {old} }}"
+            return f"{{ if (explorer_mutation == {number}) {{ {self.new} }} else {{ {old} }} }}"
         return f"(explorer_mutation == {number} ? ({self.new}) : ({old}))"
 
 

@@ -94,8 +94,8 @@ explorer::Options World::options() const {
 void World::run(int thread) const {
   const int rank = thread / shape_.threads_of_rank(), of_rank = thread % shape_.threads_of_rank();
   run_rank(rank, of_rank);
-  // What a peer's host sees of a socket has no order with anything else.
-  if (of_rank == 0 && shape_.lost) __atomic_store_n(&state(rank).has_left, 1, __ATOMIC_RELAXED);
+  // A peer's host sees the end of the socket, and then what was done before it was closed.
+  if (of_rank == 0 && shape_.lost) __atomic_store_n(&state(rank).has_left, 1, __ATOMIC_RELEASE);
 }
 
 void World::make_regions(uint64_t payload_bytes, const std::function<std::string(size_t)>& payload_name) {
@@ -129,7 +129,7 @@ void World::poll_host(void* context, HostEvents* events) {
   if (world.shape_.lost) {
     events->lost_peers = explorer::dead_ranks();
     for (int rank = 0; rank < world.shape_.num_ranks; ++rank) {
-      if (__atomic_load_n(&world.state(rank).has_left, __ATOMIC_RELAXED) != 0) {
+      if (__atomic_load_n(&world.state(rank).has_left, __ATOMIC_ACQUIRE) != 0) {
         events->lost_peers |= core::rank_bit(rank);
       }
     }
