@@ -36,7 +36,6 @@ INSTRUMENTED = [
     "-fno-trapping-math",
     "-include",
     "instrumented.h",
-    f"-I{CSRC}",
     "-DDCP_TARGET_CPU",
     "-DDCP_NS=baseline",
 ]
@@ -66,9 +65,9 @@ def build_engine(folder: Path) -> list[Path]:
     return compile_objects(folder / "engine", [HERE / f"{name}.cpp" for name in ENGINE], ["-O2"])
 
 
-def build(folder: Path, name: str, sources: Sequence[Path], *flags: str) -> Path:
+def build(folder: Path, name: str, sources: Sequence[Path], *flags: str, csrc: Path = CSRC) -> Path:
     """The program `name` of these sources (scenarios, kernels), which are instrumented, and the engine."""
-    objects = compile_objects(folder / name, sources, [*INSTRUMENTED, *flags])
+    objects = compile_objects(folder / name, sources, [*INSTRUMENTED, f"-I{csrc}", *flags])
     program = folder / f"{name}_program"
     command = [*compiler(), *map(str, objects), *map(str, build_engine(folder)), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True)
