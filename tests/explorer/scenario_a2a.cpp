@@ -345,6 +345,7 @@ void A2a::run_lane(Seat seat, int channel) const {
       }
       return core::a2a_lse_reduce().run(p, launch);
     };
+    if (channel == 0) explorer::note("rank %d makes call %d", seat.rank, int(call_number(seat, done)));
     const auto finish = [&](Status status) {
       mine.last_used = mine.buffer_idx;
       check(seat, done, status);

@@ -74,6 +74,7 @@ class Kv : public Gathers {
   int buffer_of(int chunk) const { return same_buffer_ ? 0 : chunk % 2; }
   KvGatherParams params(int rank, int chunk) const;
   void read(int rank, int chunk) const {
+    explorer::note("rank %d reads chunk %d", rank, chunk);
     const uint32_t* got = words_at(rank, uint64_t(buffer_of(chunk)) * buffer_bytes());
     for (int row = 0; row < num_rows_; ++row) {
       if (got[row] != value(chunk, row)) {

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+
 @dataclass(frozen=True)
 class Edit:
     """`old` becomes `new`, where it stands behind `behind`: this must be the only such place in the file.
