@@ -92,6 +92,7 @@ void Execution::open(const Program& program, const Options& options, bool all_ar
   std::memcpy(shape.arena(), initial_memory_.data(), initial_memory_.size());
   make_fates();
   model.make(num_threads_, all_are_shared, may_grow);
+  model.doubts.are_kept = options.races_are_doubts;
 }
 
 void Execution::reset(int fate) {
@@ -133,6 +134,7 @@ void Execution::resume(int t) {
   running = t;
   fibers_[t].enter();
   running = -1;
+  fibers_[t].forget_below();
 }
 
 // ---- called from threads
@@ -156,9 +158,44 @@ void Execution::fail_here(const char* kind, const std::string& message) {
   leave_for_good();
 }
 
+void Execution::enter_function() {
+  ThreadState& self = threads_[running];
+  if (self.depth < kMaxDepth) self.reads_at_entry[self.depth] = model.num_reads(running);
+  ++self.depth;
+}
+void Execution::leave_function() { --threads_[running].depth; }
+
+// Of a loop in the function that was entered last.
+void Execution::yield() {
+  ThreadState& self = threads_[running];
+  self.looks_cleanly = self.depth > 0 && self.depth <= kMaxDepth;
+  if (self.looks_cleanly) model.forget_reads_before(running, self.reads_at_entry[self.depth - 1]);
+  park(Kind::kAwait);
+  threads_[running].looks_cleanly = false;
+}
+
+bool Execution::is_redundant() const {
+  for (int t = 0; t < num_threads_; ++t) {
+    if (threads_[t].looks_cleanly && threads_[t].pending.kind == Kind::kAwait && model.has_news(t)) return true;
+  }
+  return false;
+}
+
+bool Execution::has_doubt() {
+  const int rank = rank_of(running);
+  bool doubts = false;
+  for (int t = 0; t < num_threads_; ++t) {
+    if (rank_of(t) == rank) doubts |= (model.doubts.threads >> t & 1) != 0;
+  }
+  for (int t = 0; t < num_threads_; ++t) {
+    if (rank_of(t) == rank && !doubts) model.doubts.accepted[t] = threads_[t].clock_at_join;
+  }
+  return doubts;
+}
+
 int64_t Execution::now_ns() {
   ThreadState& self = threads_[running];
-  if (self.has_read_clock && options_.faults.deadline_ns > 0) self.time_ns += kPatienceNs;
+  if (self.has_read_clock) self.time_ns += kPatienceNs;
   self.has_read_clock = true;
   return self.time_ns;
 }
@@ -362,8 +399,11 @@ uint64_t Execution::apply(int t, uint16_t option) {
         --left;
       }
       return 0;
-    case Kind::kDeadRanks:
-      return fate_of_ranks();
+    case Kind::kDeadRanks: {
+      const uint64_t dead = fate_of_ranks();
+      if (dead != 0) model.see_newest(t);  // a process that is gone has no store under way
+      return dead;
+    }
     default:
       return 0;
   }
@@ -389,6 +429,8 @@ void Execution::step(const Transition& transition) {
     self.time_ns += options_.faults.deadline_ns;
     self.has_read_clock = false;
     ++self.jumps;
+    // A deadline is longer than a store takes to be seen; an early one comes before that.
+    if (is_stuck()) model.see_newest(t);
     if (self.early_left > 0) --self.early_left;
     model.forget_reads(t);
     self.reply = 0;
@@ -405,7 +447,6 @@ void Execution::step(const Transition& transition) {
   resume(t);
   const Kind kind = self.pending.kind;
   if ((kind != Kind::kJoin && kind != Kind::kJoinAll) || has_ended()) return;
-  fibers_[t].forget_below();
   model.forget_reads(t);
   if (!is_join_complete(t)) return;
   std::vector<uint16_t> all(size_t(model.row_size()), 0);
@@ -415,6 +456,7 @@ void Execution::step(const Transition& transition) {
       if (pass == 0) {
         for (size_t i = 0; i < all.size(); ++i) all[i] = std::max(all[i], model.knowledge_of(u)[i]);
       } else {
+        threads_[u].clock_at_join = model.knowledge_of(u)[u];
         model.join(u, all.data());
         model.release(u);
         ++threads_[u].phase;

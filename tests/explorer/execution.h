@@ -52,6 +52,8 @@ struct Transition {
   bool operator==(const Transition&) const = default;
 };
 
+inline constexpr int kMaxDepth = 24;
+
 struct ThreadState {
   Pending pending;
   uint64_t reply;
@@ -60,6 +62,10 @@ struct ThreadState {
   uint8_t early_left;   // deadlines that may pass although somebody can move
   uint8_t jumps;        // since its last store
   bool has_read_clock;  // and done nothing since
+  uint8_t depth;        // of instrumented functions
+  bool looks_cleanly;   // kAwait: what it has read is what this look has read
+  uint16_t clock_at_join;
+  uint32_t reads_at_entry[kMaxDepth];  // of each of them
 };
 
 // Hears of each step before it is made. Null: nobody listens.
@@ -85,6 +91,8 @@ class Execution {
   // Adds what thread `t` can do now.
   void options_of(int t, std::vector<Transition>& to) const;
   bool can_step(int t) const;
+  // A thread waits that could read something newer: see reduction.h.
+  bool is_redundant() const;
   // When nobody who must go on can step: their clocks jump. Adds those jumps; false: there are none.
   bool is_stuck() const;
   void late_jumps(std::vector<Transition>& to) const;
@@ -123,6 +131,10 @@ class Execution {
                   int failure_order = 0);
   void plain(const void* p, size_t num_bytes, bool writes);
   int64_t now_ns();
+  void enter_function();
+  void leave_function();
+  void yield();
+  bool has_doubt();
   uint64_t park(Kind kind, uint64_t value = 0, const char* what = nullptr);
   [[noreturn]] void fail_here(const char* kind, const std::string& message);
   const Options& options() const { return options_; }

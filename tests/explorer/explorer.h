@@ -51,6 +51,9 @@ struct Options {
   // Bytes in which plain accesses are told apart when races are looked for: 1, 2 or 4. A coarse one may find
   // a race where there is none, and never the other way round.
   int race_granule = 4;
+  // A plain load that races with a plain store does not end the execution: it is held against the loading rank
+  // (`has_doubt`), which may have good reasons not to trust what it read.
+  bool races_are_doubts = false;
   // Words of which the engine need not prove that stores of two threads are ordered (see model.h).
   bool allows_unordered_stores = false;
 };
@@ -100,6 +103,11 @@ int choose(int num, const char* what);
 [[noreturn]] void fail(const char* kind, const char* format, ...) __attribute__((format(printf, 2, 3)));
 // A line of the trace; free when none is made.
 void note(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// With Options::races_are_doubts, after the join that ends a call: whether a plain load of the own rank up to that
+// join raced with a store. If not, its loads are accepted: should a store race with one of them later, that is an
+// error.
+bool has_doubt();
 
 // The ranks that are dead for good, as a host finds them (for WaitPolicy::poll_host).
 uint64_t dead_ranks();

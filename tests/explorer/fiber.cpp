@@ -102,7 +102,7 @@ void Fiber::enter() { explorer_switch(&scheduler, stack_pointer); }
 void Fiber::leave() { explorer_switch(&stack_pointer, scheduler); }
 
 void Fiber::forget_below() {
-  constexpr size_t kMostBytes = 24 << 10;  // deeper than kernels go
+  constexpr size_t kMostBytes = 12 << 10;  // a kernel goes no deeper in one call
   const size_t below = size_t(stack_pointer - stack);
   const size_t num_bytes = below < kMostBytes ? below : kMostBytes;
   std::memset(stack_pointer - num_bytes, 0, num_bytes);

@@ -39,6 +39,7 @@ void Model::make(int num_threads, bool all_are_shared, bool may_grow) {
   stores_.resize(kMostStores);
   knowledge_.resize(row_ * size_t(num_threads));
   watch_.resize(num_slots_max_ * size_t(num_threads));
+  read_at_.resize(watch_.size());
   rows_.clear();
   granules_.resize(num_granules_max_ * size_t(2 + num_threads));
   atomics_.resize(num_words_max_ * 2 * size_t(num_threads));
@@ -57,6 +58,8 @@ void Model::reset() {
   std::fill(knowledge_.begin(), knowledge_.end(), 0);
   for (int t = 0; t < num_threads_; ++t) knowledge_of(t)[t] = 1;
   std::fill(watch_.begin(), watch_.end(), 0);
+  std::fill_n(num_reads_, kMaxThreads, 0);
+  doubts = {doubts.are_kept, 0, {}};
   std::fill(granules_.begin(), granules_.end(), 0);
   std::fill(atomics_.begin(), atomics_.end(), 0);
 }
@@ -106,6 +109,7 @@ uint64_t Model::load(int thread, uint16_t word, int option, bool acquires) {
   uint16_t& floor = knowledge_of(thread)[num_threads_ + slot_idx];
   floor = std::max(floor, store.index);
   watch(thread)[slot_idx] = uint16_t(store.index + 1);
+  read_at_[size_t(thread) * num_slots_max_ + slot_idx] = ++num_reads_[thread];
   if (acquires && store.knowledge != kNone) join(thread, &rows_[store.knowledge * row_]);
   return store.value;
 }
@@ -176,6 +180,21 @@ bool Model::has_news(int thread) const {
 
 void Model::forget_reads(int thread) { std::fill_n(watch(thread), num_slots_, 0); }
 
+void Model::forget_reads_before(int thread, uint32_t num_reads) {
+  const uint32_t* read_at = &read_at_[size_t(thread) * num_slots_max_];
+  for (uint16_t i = 0; i < num_slots_; ++i) {
+    if (read_at[i] <= num_reads) watch(thread)[i] = 0;
+  }
+}
+
+void Model::see_newest(int thread) {
+  for (uint16_t i = 0; i < num_slots_; ++i) {
+    const uint16_t newest = stores_[slots_[i].first + slots_[i].num - 1].index;
+    uint16_t& floor = knowledge_of(thread)[num_threads_ + i];
+    floor = std::max(floor, newest);
+  }
+}
+
 void Model::forget_old(uint32_t living) {
   uint16_t kept = 0;
   for (uint16_t i = 0; i < num_slots_; ++i) {
@@ -209,6 +228,9 @@ void Model::save(std::vector<char>& to) const {
   add(stores_.data(), num_stores_ * sizeof(Store));
   add(knowledge_.data(), knowledge_.size() * sizeof(uint16_t));
   add(watch_.data(), watch_.size() * sizeof(uint16_t));
+  add(read_at_.data(), read_at_.size() * sizeof(uint32_t));
+  add(num_reads_, sizeof(num_reads_));
+  add(&doubts, sizeof(doubts));
   add(rows_.data(), num_rows_ * row_ * sizeof(uint16_t));
   add(free_.data(), num_free_ * sizeof(uint16_t));
   add(granules_.data(), granules_.size() * sizeof(uint16_t));
@@ -230,6 +252,9 @@ const char* Model::restore(const char* from) {
   take(stores_.data(), num_stores_ * sizeof(Store));
   take(knowledge_.data(), knowledge_.size() * sizeof(uint16_t));
   take(watch_.data(), watch_.size() * sizeof(uint16_t));
+  take(read_at_.data(), read_at_.size() * sizeof(uint32_t));
+  take(num_reads_, sizeof(num_reads_));
+  take(&doubts, sizeof(doubts));
   take(rows_.data(), num_rows_ * row_ * sizeof(uint16_t));
   take(free_.data(), num_free_ * sizeof(uint16_t));
   take(granules_.data(), granules_.size() * sizeof(uint16_t));

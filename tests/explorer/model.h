@@ -76,6 +76,11 @@ class Model {
   // ---- await points: whether there is something newer than what the thread has read since the last one
   bool has_news(int thread) const;
   void forget_reads(int thread);
+  // The reads of a look begin where the function that looks was entered: those before it are forgotten.
+  uint32_t num_reads(int thread) const { return num_reads_[thread]; }
+  void forget_reads_before(int thread, uint32_t num_reads);
+  // Time has passed: what was stored before is visible by now. Values only; nothing more happens before.
+  void see_newest(int thread);
   bool has_read(int thread, uint16_t word) const { return watch(thread)[slot_of_[word]] != 0; }
 
   // ---- order
@@ -90,6 +95,13 @@ class Model {
   bool check_plain(int thread, uint32_t offset, size_t num_bytes, bool writes);
   bool check_atomic(int thread, uint16_t word, bool writes);
   const std::string& race() const { return race_; }
+  // Loads of these threads that raced with a store, where that is no error: those with a later clock than `accepted`.
+  struct Doubts {
+    bool are_kept;
+    uint32_t threads;
+    uint16_t accepted[kMaxThreads];
+  };
+  Doubts doubts = {};
 
   // Stores that no thread of `living` can read any more are dropped.
   void forget_old(uint32_t living);
@@ -109,6 +121,7 @@ class Model {
   uint16_t new_row();
   void add_store(int thread, uint16_t slot_idx, Store store);
   void drop_rows_of(const Store& store);
+  bool is_error(int reader, uint16_t clock);
   bool says_race(int thread, bool writes, bool atomic, uint32_t offset, int other, bool other_writes,
                  bool other_atomic);
 
@@ -121,6 +134,8 @@ class Model {
   std::vector<Slot> slots_;
   std::vector<Store> stores_;        // by slot, oldest first
   std::vector<uint16_t> knowledge_;  // [thread][row_]: clocks of threads, then floors of slots
+  uint32_t num_reads_[kMaxThreads] = {};
+  std::vector<uint32_t> read_at_;    // [thread][slot]: num_reads_ then
   std::vector<uint16_t> watch_;      // [thread][slot]: 1 + the store read last since the last await, or 0
   std::vector<uint16_t> rows_;       // [num_rows_][row_]
   std::vector<uint16_t> free_;       // rows that no store uses
@@ -148,6 +163,7 @@ void Model::hash(Hash& hash, uint32_t living) const {
   for (int t = 0; t < num_threads_; ++t) {
     if ((living >> t & 1) != 0) hash.add(knowledge_of(t), row_ * sizeof(uint16_t));
   }
+  hash.add(&doubts, sizeof(doubts));
   hash.add(granules_.data(), size_t(shape.num_granules) * (2 + num_threads_) * sizeof(uint16_t));
   hash.add(atomics_.data(), shape.words.size() * 2 * num_threads_ * sizeof(uint16_t));
 }

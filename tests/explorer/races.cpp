@@ -16,18 +16,26 @@ bool Model::says_race(int thread, bool writes, bool atomic, uint32_t offset, int
   return false;
 }
 
+// A load by `reader`, at that clock, has raced with a store.
+bool Model::is_error(int reader, uint16_t clock) {
+  if (!doubts.are_kept || clock <= doubts.accepted[reader]) return true;
+  doubts.threads |= 1u << reader;
+  return false;
+}
+
 bool Model::check_plain(int thread, uint32_t offset, size_t num_bytes, bool writes) {
   const uint16_t* known = knowledge_of(thread);
   const uint32_t unit = 1u << shape.granule_shift(), end = offset + uint32_t(num_bytes);
   for (uint32_t at = offset / unit * unit; at < end; at += unit) {
     uint16_t* granule = &granules_[size_t(shape.granule_at(at)) * size_t(2 + num_threads_)];
     const int writer = granule[0] - 1;
-    if (writer >= 0 && writer != thread && granule[1] > known[writer]) {
+    if (writer >= 0 && writer != thread && granule[1] > known[writer] &&
+        (writes || is_error(thread, known[thread]))) {
       return says_race(thread, writes, false, at, writer, true, false);
     }
     if (writes) {
       for (int t = 0; t < num_threads_; ++t) {
-        if (t != thread && granule[2 + t] > known[t]) {
+        if (t != thread && granule[2 + t] > known[t] && is_error(t, granule[2 + t])) {
           return says_race(thread, true, false, at, t, false, false);
         }
       }

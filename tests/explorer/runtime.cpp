@@ -37,8 +37,12 @@ extern "C" {
 int explorer_mutation = 0;
 
 void __tsan_init() {}
-void __tsan_func_entry(void*) {}
-void __tsan_func_exit() {}
+void __tsan_func_entry(void*) {
+  if (execution.running >= 0) execution.enter_function();
+}
+void __tsan_func_exit() {
+  if (execution.running >= 0) execution.leave_function();
+}
 
 #define EXPLORER_PLAIN(bytes)                                              \
   void __tsan_read##bytes(void* p) { plain(p, bytes, false); }             \
@@ -148,7 +152,7 @@ int explorer_clock_gettime(clockid_t clock, timespec* now) {
 }
 
 int explorer_sched_yield() {
-  if (execution.running >= 0) execution.park(Kind::kAwait);
+  if (execution.running >= 0) execution.yield();
   return 0;
 }
 
@@ -180,6 +184,7 @@ void join_all() { execution.park(Kind::kJoinAll); }
 int choose(int num, const char* what) {
   return num < 2 ? 0 : int(execution.park(Kind::kChoose, uint64_t(num), what));
 }
+bool has_doubt() { return execution.has_doubt(); }
 uint64_t dead_ranks() { return execution.park(Kind::kDeadRanks); }
 bool has_ended(int thread) { return execution.thread(thread).pending.kind == Kind::kEnded; }
 int this_thread() { return execution.running; }

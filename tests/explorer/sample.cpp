@@ -56,7 +56,9 @@ class Sampler {
   int any(Random& random) {
     int able[kMaxThreads], num = 0;
     for (int t = 0; t < execution.num_threads(); ++t) {
-      if (execution.can_step(t)) able[num++] = t;
+      steps_.clear();
+      execution.options_of(t, steps_);
+      if (!steps_.empty()) able[num++] = t;
     }
     return num == 0 ? -1 : able[random.below(uint64_t(num))];
   }
@@ -64,9 +66,6 @@ class Sampler {
   bool late_jump(Random& random, Path& path) {
     steps_.clear();
     execution.late_jumps(steps_);
-    for (int t = 0; t < execution.num_threads(); ++t) {  // an early deadline may come late too
-      if (!execution.can_step(t) && !execution.is_dying(t)) execution.options_of(t, steps_);
-    }
     if (steps_.empty()) return false;
     make_step(steps_[random.below(steps_.size())], path);
     return true;
@@ -78,7 +77,9 @@ class Sampler {
     execution.options_of(t, steps_);
     size_t first = 0;
     if (steps_[0].option == kStop || steps_[0].option == kJump) {
-      if (random.below(24) == 0 || steps_.size() == 1) return steps_[0];
+      // So that most executions come far before it.
+      const uint64_t rarity = steps_[0].option == kStop ? 24 : 8;
+      if (random.below(rarity) == 0 || steps_.size() == 1) return steps_[0];
       first = 1;
     }
     const size_t num = steps_.size() - first;

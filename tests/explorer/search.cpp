@@ -90,6 +90,7 @@ class Search {
   void visit(Result& result) {
     constexpr int kMostSteps = 1'000'000;
     for (int i = 0; !execution.has_ended(); ++i) {
+      if (limits_.reduces && execution.is_redundant()) break;
       if (depth_ == frames_.size()) frames_.emplace_back();
       std::vector<Transition>& steps = frames_[depth_].steps;
       steps_to_explore(limits_.reduces, steps);
