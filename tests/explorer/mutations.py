@@ -566,8 +566,8 @@ NOT_FOUND = [
     not_found(
         "bulk without a last look at poison",
         A2A,
-        "channel.confirm();",
-        "Status::kOk;",
+        "channel.confirm()",
+        "Status::kOk",
         "A second line of defence: staging stays as it is under a late reader, as a rank with a fault publishes no more.",
         f"{PUSH} calls=2 tokens=11 early=1",
         behind="kWire == Wire::kPull ? channel.confirm_reads() : ",
