@@ -72,6 +72,7 @@ class A2a : public World {
     for (int call = 0; call < num_calls_; ++call) {
       for (int rank : {0, 1}) max_tokens_ = std::max(max_tokens_, tokens_of(rank, call));
     }
+    races_are_doubts_ = wire_ == Wire::kPull && shape_.has_faults();
     if (other_tokens_ >= 0 || swaps_lanes_) expected_ = FaultKind::kMismatch;
   }
 

@@ -82,6 +82,7 @@ explorer::Options World::options() const {
   for (int rank = 0; rank < shape_.num_ranks; ++rank) {
     for (int c = 0; c < shape_.threads_of_rank(); ++c) options.threads.push_back({rank, c});
   }
+  options.races_are_doubts = races_are_doubts_;
   if (shape_.has_faults()) {
     options.faults.mortal_ranks = shape_.mortal;
     options.faults.max_deaths = shape_.mortal != 0 ? 1 : 0;

@@ -104,6 +104,9 @@ class World : public explorer::Program {
     for (int c = 0; c < shape_.threads_of_call(); ++c) {
       if (Status(mine.status[c]) != Status::kOk) status = Status(mine.status[c]);
     }
+    if (status == Status::kOk && races_are_doubts_ && explorer::has_doubt()) {
+      explorer::fail("race", "a call trusts what it read while another rank was writing there");
+    }
     if (channel == 0) finish(status);
     return status == Status::kOk;
   }
@@ -113,6 +116,8 @@ class World : public explorer::Program {
   const Shape shape_;
   // What a fault must be, where every run ends with one; kNone: those that the arguments allow.
   FaultKind expected_ = FaultKind::kNone;
+  // After a fault callers may write where a late peer still reads: it must not trust that.
+  bool races_are_doubts_ = false;
 
  private:
   struct Poll {
