@@ -25,6 +25,11 @@ constexpr int kRelaxed = 0, kConsume = 1, kRelease = 3, kAcqRel = 4, kSeqCst = 5
 bool acquires(int order) { return order == kConsume || order == 2 || order >= kAcqRel; }
 bool releases(int order) { return order >= kRelease; }
 
+Pending relaxed(Pending p) {
+  p.order = kRelaxed;
+  return p;
+}
+
 // A wait that clocks cannot end is a deadlock.
 constexpr int kMostJumps = 6;
 // Two looks at the clock with nothing in between: the thread lets time pass.
@@ -240,8 +245,9 @@ uint64_t Execution::atomic(Kind kind, const void* p, int num_bytes, int order, u
   const bool reads = kind != Kind::kStore && kind != Kind::kFutexWake;
   const bool writes =
       kind == Kind::kStore || kind == Kind::kExchange || kind == Kind::kAdd || kind == Kind::kCas;
-  int bits = (reads ? kReads : 0) | (writes ? kWrites : 0);
-  if (reads && order == kSeqCst) bits |= kReadsSc;
+  int bits = (reads ? kReads : 0) | (writes ? kWrites | kSets : 0);
+  if (kind == Kind::kAdd) bits = kAdds | kWrites;
+  if (reads && order == kSeqCst && kind != Kind::kAdd) bits |= kReadsSc;
   if (kind == Kind::kFutexWait) bits = kFutexWaits;
   if (kind == Kind::kFutexWake) bits = kFutexWakes;
   if (shape.add_access(word, t, bits, self.phase) && !may_grow_) {
@@ -362,6 +368,18 @@ uint64_t Execution::fate_of_ranks() {
   return dead;
 }
 
+// An access of another thread, in conflict with this one, comes earlier here, and nothing but chance has it so.
+void Execution::note_rivals(int t, const Pending& p, bool writes) {
+  const uint32_t stores = writes || p.order == kSeqCst ? model.unordered_stores(t, p.word) : 0;
+  const uint32_t loads = writes ? model.unordered_loads(t, p.word) : 0;
+  for (int u = 0; u < num_threads_; ++u) {
+    for (const bool of_load : {false, true}) {
+      if (((of_load ? loads : stores) >> u & 1) == 0) continue;
+      has_new_rivals |= shape.add_rival(p.word, u, of_load, model.index_at(u, p.word, of_load), t);
+    }
+  }
+}
+
 uint64_t Execution::apply(int t, uint16_t option) {
   const Pending p = threads_[t].pending;
   const bool is_access = p.kind >= Kind::kLoad && p.kind <= Kind::kCas;
@@ -370,6 +388,7 @@ uint64_t Execution::apply(int t, uint16_t option) {
     before = model.readable(p.word, option).value;
     const bool writes =
         p.kind != Kind::kLoad && (p.kind != Kind::kCas || (option == 0 && before == p.expected));
+    note_rivals(t, p, writes);
     if (!model.check_atomic(t, p.word, writes)) {
       fail("race", model.race());
       return 0;
@@ -379,8 +398,10 @@ uint64_t Execution::apply(int t, uint16_t option) {
     if (p.kind == Kind::kStore) {
       do_store(t, p, p.value, false);
     } else {
-      model.load(t, p.word, 0, acquires(p.order));
-      do_store(t, p, p.kind == Kind::kAdd ? before + p.value : p.value, true);
+      const bool is_counter =
+          p.kind == Kind::kAdd && !options_.counters_carry_knowledge && shape.is_counter(p.word);
+      model.load(t, p.word, 0, !is_counter && acquires(p.order));
+      do_store(t, is_counter ? relaxed(p) : p, p.kind == Kind::kAdd ? before + p.value : p.value, true);
     }
     return before;
   }

@@ -102,6 +102,8 @@ class Execution {
   bool has_ended() const { return !wrong_.kind.empty() || grew_; }
   const Wrong& wrong() const { return wrong_; }
   bool grew() const { return grew_; }
+  // Something was learnt of the order of accesses; the execution goes on.
+  bool has_new_rivals = false;
   // No thread can step, and no clock will help: right, or a deadlock.
   void finish();
   void fail(const char* kind, const std::string& message);
@@ -155,6 +157,7 @@ class Execution {
   bool is_join_complete(int t) const;
   bool may_stop_before(int t) const;
   uint64_t apply(int t, uint16_t option);
+  void note_rivals(int t, const Pending& p, bool writes);
   void do_store(int t, const Pending& p, uint64_t value, bool is_rmw);
   uint64_t fate_of_ranks();
 

@@ -54,6 +54,10 @@ struct Options {
   // A plain load that races with a plain store does not end the execution: it is held against the loading rank
   // (`has_doubt`), which may have good reasons not to trust what it read.
   bool races_are_doubts = false;
+  // Whether a word that all threads only add to orders one thread behind another, as in C++, and the order of the
+  // sums is explored. Without it more can happen, and fewer states differ; but then nobody may use what an addition
+  // to such a word returns.
+  bool counters_carry_knowledge = false;
   // Words of which the engine need not prove that stores of two threads are ordered (see model.h).
   bool allows_unordered_stores = false;
 };

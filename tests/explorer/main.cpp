@@ -97,6 +97,16 @@ void print_json(const Command& command, const Result& result, const Options& opt
   const bool is_wrong = !result.wrong.kind.empty();
   size_t shared = 0;
   for (uint16_t word = 0; word < shape.words.size(); ++word) shared += shape.is_shared(word);
+  if (std::getenv("EXPLORER_WORDS") != nullptr) {
+    for (uint16_t word = 0; word < shape.words.size(); ++word) {
+      if (!shape.is_shared(word)) continue;
+      std::fprintf(stderr, "%-50s", shape.name_of(shape.words[word].offset).c_str());
+      for (size_t t = 0; t < options.threads.size(); ++t) {
+        std::fprintf(stderr, " %2x", shape.words[word].access[t]);
+      }
+      std::fprintf(stderr, "\n");
+    }
+  }
   std::string outcomes;
   for (const std::string& outcome : result.outcomes)
     outcomes += (outcomes.empty() ? "" : ", ") + quoted(outcome);

@@ -43,6 +43,7 @@ void Model::make(int num_threads, bool all_are_shared, bool may_grow) {
   rows_.clear();
   granules_.resize(num_granules_max_ * size_t(2 + num_threads));
   atomics_.resize(num_words_max_ * 2 * size_t(num_threads));
+  index_at_.resize(atomics_.size());
 }
 
 void Model::reset() {
@@ -62,6 +63,7 @@ void Model::reset() {
   doubts = {doubts.are_kept, 0, {}};
   std::fill(granules_.begin(), granules_.end(), 0);
   std::fill(atomics_.begin(), atomics_.end(), 0);
+  std::fill(index_at_.begin(), index_at_.end(), 0);
 }
 
 void Model::add_word(uint16_t word) {
@@ -201,7 +203,13 @@ void Model::forget_old(uint32_t living) {
     Slot& slot = slots_[i];
     uint16_t floor = stores_[slot.first + slot.num - 1].index;
     for (int t = 0; t < num_threads_; ++t) {
-      if ((living >> t & 1) != 0) floor = std::min(floor, knowledge_of(t)[num_threads_ + i]);
+      const bool asks = (shape.words[slot.word].access[t] & (kReads | kSets)) != 0;
+      if (asks && (living >> t & 1) != 0) floor = std::min(floor, knowledge_of(t)[num_threads_ + i]);
+    }
+    // Below that, nothing is there any more: to know less than it is to know it.
+    for (int t = 0; t < num_threads_; ++t) {
+      uint16_t& mine = knowledge_of(t)[num_threads_ + i];
+      mine = std::max(mine, floor);
     }
     const uint16_t first = kept;
     for (int k = slot.first; k < slot.first + slot.num; ++k) {
@@ -235,6 +243,7 @@ void Model::save(std::vector<char>& to) const {
   add(free_.data(), num_free_ * sizeof(uint16_t));
   add(granules_.data(), granules_.size() * sizeof(uint16_t));
   add(atomics_.data(), atomics_.size() * sizeof(uint16_t));
+  add(index_at_.data(), index_at_.size() * sizeof(uint16_t));
 }
 
 const char* Model::restore(const char* from) {
@@ -259,6 +268,7 @@ const char* Model::restore(const char* from) {
   take(free_.data(), num_free_ * sizeof(uint16_t));
   take(granules_.data(), granules_.size() * sizeof(uint16_t));
   take(atomics_.data(), atomics_.size() * sizeof(uint16_t));
+  take(index_at_.data(), index_at_.size() * sizeof(uint16_t));
   return from;
 }
 

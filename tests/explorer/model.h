@@ -94,6 +94,14 @@ class Model {
   // first.
   bool check_plain(int thread, uint32_t offset, size_t num_bytes, bool writes);
   bool check_atomic(int thread, uint16_t word, bool writes);
+  // The index of the newest store of the word, now and when that thread last stored to it or loaded it.
+  int newest_index(uint16_t word) const { return readable(word, 0).index; }
+  int index_at(int thread, uint16_t word, bool load) const {
+    return index_at_[(size_t(word) * 2 + load) * size_t(num_threads_) + size_t(thread)];
+  }
+  // The threads other than this one that have stored to the word, or loaded it, not ordered with now.
+  uint32_t unordered_stores(int thread, uint16_t word) const { return unordered(thread, word, 0); }
+  uint32_t unordered_loads(int thread, uint16_t word) const { return unordered(thread, word, 1); }
   const std::string& race() const { return race_; }
   // Loads of these threads that raced with a store, where that is no error: those with a later clock than `accepted`.
   struct Doubts {
@@ -121,6 +129,7 @@ class Model {
   uint16_t new_row();
   void add_store(int thread, uint16_t slot_idx, Store store);
   void drop_rows_of(const Store& store);
+  uint32_t unordered(int thread, uint16_t word, int of_loads) const;
   bool is_error(int reader, uint16_t clock);
   bool says_race(int thread, bool writes, bool atomic, uint32_t offset, int other, bool other_writes,
                  bool other_atomic);
@@ -141,6 +150,8 @@ class Model {
   std::vector<uint16_t> free_;       // rows that no store uses
   std::vector<uint16_t> granules_;   // [granule][2 + threads]: 1 + who wrote it, when; when each read it
   std::vector<uint16_t> atomics_;    // [word][2][threads]: when each wrote it, when each read it
+
+  std::vector<uint16_t> index_at_;   // [word][2][threads]: the newest store then
 
   std::string race_;
 };
@@ -165,6 +176,7 @@ void Model::hash(Hash& hash, uint32_t living) const {
   }
   hash.add(&doubts, sizeof(doubts));
   hash.add(granules_.data(), size_t(shape.num_granules) * (2 + num_threads_) * sizeof(uint16_t));
+  hash.add(index_at_.data(), shape.words.size() * 2 * num_threads_ * sizeof(uint16_t));
   hash.add(atomics_.data(), shape.words.size() * 2 * num_threads_ * sizeof(uint16_t));
 }
 

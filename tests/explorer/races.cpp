@@ -58,11 +58,24 @@ bool Model::check_plain(int thread, uint32_t offset, size_t num_bytes, bool writ
   return true;
 }
 
+uint32_t Model::unordered(int thread, uint16_t word, int of_loads) const {
+  const uint16_t* known = knowledge_of(thread);
+  const uint16_t* when = &atomics_[(size_t(word) * 2 + size_t(of_loads)) * size_t(num_threads_)];
+  uint32_t threads = 0;
+  for (int t = 0; t < num_threads_; ++t) {
+    if (t != thread && when[t] > known[t]) threads |= 1u << t;
+  }
+  return threads;
+}
+
 bool Model::check_atomic(int thread, uint16_t word, bool writes) {
   const uint16_t* known = knowledge_of(thread);
   const Shape::Word& w = shape.words[word];
   uint16_t* stored = &atomics_[size_t(word) * 2 * size_t(num_threads_)];
   stored[writes ? thread : num_threads_ + thread] = known[thread];
+  if (is_shared(word)) {
+    index_at_[(size_t(word) * 2 + !writes) * size_t(num_threads_) + size_t(thread)] = readable(word, 0).index;
+  }
   const uint32_t unit = 1u << shape.granule_shift();
   for (uint32_t at = w.offset / unit * unit; at < w.offset + w.num_bytes; at += unit) {
     const uint16_t number = shape.granule_at(at);

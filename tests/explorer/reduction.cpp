@@ -22,14 +22,21 @@ uint32_t others_that(int bits, int t, uint16_t word) {
 uint32_t needed_by(int t) {
   const Pending& p = execution.thread(t).pending;
   uint32_t threads = 0;
+  const auto rivals = [&](bool loads, bool stores) {
+    const int index = model.newest_index(p.word);
+    return (loads ? shape.rivals_of(p.word, t, true, index) : 0) |
+           (stores ? shape.rivals_of(p.word, t, false, index) : 0);
+  };
   switch (p.kind) {
     case Kind::kLoad:
-      return others_that(kWrites, t, p.word);
+      return others_that(kWrites, t, p.word) & rivals(true, false);
     case Kind::kStore:
     case Kind::kExchange:
     case Kind::kAdd:
     case Kind::kCas:
-      return others_that(kWrites | kFutexWaits | (p.order == kSeqCst ? kReadsSc : 0), t, p.word);
+      if (p.kind == Kind::kAdd && !execution.options().counters_carry_knowledge && shape.is_counter(p.word)) return 0;
+      threads = others_that(kWrites | (p.order == kSeqCst ? kReadsSc : 0), t, p.word);
+      return (threads & rivals(p.kind == Kind::kCas, true)) | others_that(kFutexWaits, t, p.word);
     case Kind::kFutexWait:
       return others_that(kWrites | kFutexWakes, t, p.word);
     case Kind::kFutexWake:
@@ -39,7 +46,8 @@ uint32_t needed_by(int t) {
     case Kind::kAwait:
       if (execution.can_step(t)) return 0;
       for (uint16_t word = 0; word < shape.words.size(); ++word) {
-        if (model.is_shared(word) && model.has_read(t, word)) threads |= others_that(kWrites, t, word);
+        if (!model.is_shared(word) || !model.has_read(t, word)) continue;
+        threads |= others_that(kWrites, t, word) & shape.rivals_of(word, t, true, model.index_at(t, word, true));
       }
       return threads;
     case Kind::kJoin:

@@ -57,6 +57,7 @@ class Search {
   // One pass over everything; false: the shape has grown.
   bool run(Result& result) {
     execution.open(program_, options_, !limits_.reduces, false);
+    execution.has_new_rivals = false;
     for (int fate = 0; fate < execution.num_fates(); ++fate) {
       execution.reset(fate);
       result.fate = fate;
@@ -80,6 +81,12 @@ class Search {
   }
 
  private:
+  void note_growth(const Result& result) {
+    if (grew_) return;
+    grew_ = true;
+    states_when_grown_ = result.states;
+  }
+
   // A few thousand states more may show what else is missing in the shape.
   bool goes_on(const Result& result) const {
     return result.wrong.kind.empty() && !result.was_cut &&
@@ -105,6 +112,7 @@ class Search {
         make_step(steps[0], path_);
         continue;
       }
+      if (execution.has_new_rivals) note_growth(result);
       branch(result);
       return;
     }
@@ -112,9 +120,8 @@ class Search {
     if (!execution.wrong().kind.empty()) {
       result.wrong = execution.wrong();
       result.path = path_;
-    } else if (execution.grew() && !grew_) {
-      grew_ = true;
-      states_when_grown_ = result.states;
+    } else if (execution.grew() || execution.has_new_rivals) {
+      note_growth(result);
     }
   }
 

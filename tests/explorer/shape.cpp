@@ -55,7 +55,7 @@ uint16_t Shape::add_word(uint32_t offset, int num_bytes, bool& overlaps) {
   }
   if (overlaps) return kNone;
   const uint16_t word = uint16_t(words.size());
-  words.push_back({offset, uint8_t(num_bytes), {}, {}});
+  words.push_back({offset, uint8_t(num_bytes), {}, {}, {}});
   for (uint32_t at = offset; at < offset + uint32_t(num_bytes); at += 4) word_of_cell_[at / 4] = word;
   return word;
 }
@@ -64,10 +64,16 @@ uint16_t Shape::add_granule(uint32_t offset) {
   return granule_of_[offset >> granule_shift_] = num_granules++;
 }
 
+bool Shape::is_counter(uint16_t word) const {
+  int all = 0;
+  for (int t = 0; t < num_threads; ++t) all |= words[word].access[t];
+  return all == (kAdds | kWrites);
+}
+
 bool Shape::is_shared(uint16_t word) const {
   const Word& w = words[word];
   for (int t = 0; t < num_threads; ++t) {
-    if ((w.access[t] & (kReads | kFutexWaits | kFutexWakes)) == 0) continue;
+    if ((w.access[t] & (kReads | kAdds | kFutexWaits | kFutexWakes)) == 0) continue;
     for (int u = 0; u < num_threads; ++u) {
       if (u != t && (w.access[u] & (kWrites | kFutexWaits | kFutexWakes)) != 0) return true;
     }

@@ -20,7 +20,11 @@ enum Access : uint8_t {
   kWrites = 4,
   kFutexWaits = 8,
   kFutexWakes = 16,
+  kAdds = 32,  // reads and writes in one, by a sum
+  kSets = 64,  // writes in any other way
 };
+
+inline constexpr int kMaxIndex = 31;
 
 class Shape {
  public:
@@ -29,6 +33,9 @@ class Shape {
     uint8_t num_bytes;  // 4 or 8
     uint8_t access[kMaxThreads];
     uint16_t last_write[kMaxThreads];  // the last phase (number of joins) in which a thread wrote it
+    // The threads that have made an access in conflict with an earlier one of this thread, a load or another,
+    // which does not happen before it; by the index of the newest store at that earlier one (the last: or later).
+    uint16_t rivals[2][kMaxThreads][kMaxIndex + 1];
   };
 
   void clear();
@@ -61,6 +68,19 @@ class Shape {
     }
     return is_new;
   }
+  // True when that is news.
+  bool add_rival(uint16_t word, int thread, bool of_load, int index, int rival) {
+    uint16_t& rivals = words[word].rivals[of_load][thread][index < kMaxIndex ? index : kMaxIndex];
+    const bool is_new = (rivals >> rival & 1) == 0;
+    rivals |= uint16_t(1u << rival);
+    return is_new;
+  }
+  uint32_t rivals_of(uint16_t word, int thread, bool of_load, int index) const {
+    return words[word].rivals[of_load][thread][index < kMaxIndex ? index : kMaxIndex];
+  }
+  // All accesses to the word are sums. Such a word may carry no knowledge from one thread to the next: weaker
+  // than C++ says, so that nothing is lost, and fewer states differ.
+  bool is_counter(uint16_t word) const;
   // Some thread learns from the word what another has written there. All others are private: no order of
   // accesses to them makes a difference.
   bool is_shared(uint16_t word) const;
