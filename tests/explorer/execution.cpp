@@ -10,6 +10,8 @@ Execution execution;
 
 const std::string& name_of_thread(int thread) {
   static std::vector<std::string> names;
+  static const std::string start = "the start";
+  if (thread >= execution.num_threads()) return start;
   if (names.size() != execution.options().threads.size()) names.clear();
   if (names.empty()) {
     for (const ThreadName& name : execution.options().threads) {
@@ -173,17 +175,10 @@ void Execution::leave_function() { --threads_[running].depth; }
 // Of a loop in the function that was entered last.
 void Execution::yield() {
   ThreadState& self = threads_[running];
-  self.looks_cleanly = self.depth > 0 && self.depth <= kMaxDepth;
-  if (self.looks_cleanly) model.forget_reads_before(running, self.reads_at_entry[self.depth - 1]);
+  self.looks_cleanly = self.depth > 0 && self.depth <= kMaxDepth &&
+                       model.forget_reads_before(running, self.reads_at_entry[self.depth - 1]);
   park(Kind::kAwait);
   threads_[running].looks_cleanly = false;
-}
-
-bool Execution::is_redundant() const {
-  for (int t = 0; t < num_threads_; ++t) {
-    if (threads_[t].looks_cleanly && threads_[t].pending.kind == Kind::kAwait && model.has_news(t)) return true;
-  }
-  return false;
 }
 
 bool Execution::has_doubt() {
@@ -211,14 +206,13 @@ void Execution::plain(const void* p, size_t num_bytes, bool writes) {
   threads_[t].has_read_clock = false;
   const uint32_t unit = 1u << shape.granule_shift();
   for (uint32_t at = offset / unit * unit; at < offset + num_bytes; at += unit) {
-    if (shape.granule_at(at) == kNone) {
-      shape.add_granule(at);
-      if (!may_grow_) {
-        grow();
-        leave_for_good();
-      }
+    if (shape.granule_at(at) == kNone) shape.add_granule(at);
+    if (!model.has_granule(shape.granule_at(at))) {
+      grow();
+      leave_for_good();
     }
-    if (writes && shape.word_at(at) != kNone && model.is_shared(shape.word_at(at)) && !may_grow_) {
+    if (writes && !may_grow_ && shape.word_at(at) != kNone && model.has_word(shape.word_at(at)) &&
+        model.is_shared(shape.word_at(at))) {
       fail_here("model", "a plain store to a word that other threads load atomically: " + shape.name_of(at));
     }
   }
@@ -236,11 +230,11 @@ uint64_t Execution::atomic(Kind kind, const void* p, int num_bytes, int order, u
     bool overlaps = false;
     word = shape.add_word(offset, num_bytes, overlaps);
     if (overlaps) fail_here("model", "atomic accesses of different sizes: " + shape.name_of(offset));
-    if (!may_grow_) {
-      grow();
-      leave_for_good();
-    }
-    model.add_word(word);
+    if (may_grow_) model.add_word(word);
+  }
+  if (!model.has_word(word)) {
+    grow();
+    leave_for_good();
   }
   const bool reads = kind != Kind::kStore && kind != Kind::kFutexWake;
   const bool writes =
@@ -368,7 +362,8 @@ uint64_t Execution::fate_of_ranks() {
   return dead;
 }
 
-// An access of another thread, in conflict with this one, comes earlier here, and nothing but chance has it so.
+// An access of another thread, in conflict with this one, comes earlier here, and nothing but chance has it
+// so.
 void Execution::note_rivals(int t, const Pending& p, bool writes) {
   const uint32_t stores = writes || p.order == kSeqCst ? model.unordered_stores(t, p.word) : 0;
   const uint32_t loads = writes ? model.unordered_loads(t, p.word) : 0;
@@ -398,8 +393,8 @@ uint64_t Execution::apply(int t, uint16_t option) {
     if (p.kind == Kind::kStore) {
       do_store(t, p, p.value, false);
     } else {
-      const bool is_counter =
-          p.kind == Kind::kAdd && !options_.counters_carry_knowledge && shape.is_counter(p.word);
+      const bool is_counter = p.kind == Kind::kAdd && trusts_shape && !options_.counters_carry_knowledge &&
+                              shape.is_counter(p.word);
       model.load(t, p.word, 0, !is_counter && acquires(p.order));
       do_store(t, is_counter ? relaxed(p) : p, p.kind == Kind::kAdd ? before + p.value : p.value, true);
     }

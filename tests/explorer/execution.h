@@ -91,8 +91,10 @@ class Execution {
   // Adds what thread `t` can do now.
   void options_of(int t, std::vector<Transition>& to) const;
   bool can_step(int t) const;
-  // A thread waits that could read something newer: see reduction.h.
-  bool is_redundant() const;
+  // The thread waits, and could read something newer: to go on from here adds nothing (reduction.h).
+  bool waits_in_vain(int t) const {
+    return threads_[t].looks_cleanly && threads_[t].pending.kind == Kind::kAwait && model.has_news(t);
+  }
   // When nobody who must go on can step: their clocks jump. Adds those jumps; false: there are none.
   bool is_stuck() const;
   void late_jumps(std::vector<Transition>& to) const;
@@ -104,6 +106,8 @@ class Execution {
   bool grew() const { return grew_; }
   // Something was learnt of the order of accesses; the execution goes on.
   bool has_new_rivals = false;
+  // The shape is taken for what it is in all executions.
+  bool trusts_shape = true;
   // No thread can step, and no clock will help: right, or a deadlock.
   void finish();
   void fail(const char* kind, const std::string& message);

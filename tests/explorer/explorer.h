@@ -51,12 +51,13 @@ struct Options {
   // Bytes in which plain accesses are told apart when races are looked for: 1, 2 or 4. A coarse one may find
   // a race where there is none, and never the other way round.
   int race_granule = 4;
-  // A plain load that races with a plain store does not end the execution: it is held against the loading rank
+  // A plain load that races with a plain store does not end the execution: it is held against the loading
+  // rank
   // (`has_doubt`), which may have good reasons not to trust what it read.
   bool races_are_doubts = false;
-  // Whether a word that all threads only add to orders one thread behind another, as in C++, and the order of the
-  // sums is explored. Without it more can happen, and fewer states differ; but then nobody may use what an addition
-  // to such a word returns.
+  // Whether a word that all threads only add to orders one thread behind another, as in C++, and the order of
+  // the sums is explored. Without it more can happen, and fewer states differ; but then nobody may use what
+  // an addition to such a word returns.
   bool counters_carry_knowledge = false;
   // Words of which the engine need not prove that stores of two threads are ordered (see model.h).
   bool allows_unordered_stores = false;
@@ -96,7 +97,8 @@ void join();
 // The same for all threads of the program (a barrier outside the protocol; hides protocol faults, so rarely).
 void join_all();
 
-// The body's own loops: goes on when something that the thread has looked at since the last await may have changed.
+// The body's own loops: goes on when something that the thread has looked at since the last await may have
+// changed.
 void await();
 
 // 0 .. num - 1, all of them explored. `what` is for the trace: "T of the next call".
@@ -108,9 +110,9 @@ int choose(int num, const char* what);
 // A line of the trace; free when none is made.
 void note(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// With Options::races_are_doubts, after the join that ends a call: whether a plain load of the own rank up to that
-// join raced with a store. If not, its loads are accepted: should a store race with one of them later, that is an
-// error.
+// With Options::races_are_doubts, after the join that ends a call: whether a plain load of the own rank up to
+// that join raced with a store. If not, its loads are accepted: should a store race with one of them later,
+// that is an error.
 bool has_doubt();
 
 // The ranks that are dead for good, as a host finds them (for WaitPolicy::poll_host).

@@ -39,7 +39,6 @@ void Model::make(int num_threads, bool all_are_shared, bool may_grow) {
   stores_.resize(kMostStores);
   knowledge_.resize(row_ * size_t(num_threads));
   watch_.resize(num_slots_max_ * size_t(num_threads));
-  read_at_.resize(watch_.size());
   rows_.clear();
   granules_.resize(num_granules_max_ * size_t(2 + num_threads));
   atomics_.resize(num_words_max_ * 2 * size_t(num_threads));
@@ -110,8 +109,8 @@ uint64_t Model::load(int thread, uint16_t word, int option, bool acquires) {
   const Store& store = readable(word, option);
   uint16_t& floor = knowledge_of(thread)[num_threads_ + slot_idx];
   floor = std::max(floor, store.index);
-  watch(thread)[slot_idx] = uint16_t(store.index + 1);
-  read_at_[size_t(thread) * num_slots_max_ + slot_idx] = ++num_reads_[thread];
+  note_read(thread, {slot_idx, store.index});
+  reads_[thread][num_reads_[thread]++ % kKeptReads] = {slot_idx, store.index};
   if (acquires && store.knowledge != kNone) join(thread, &rows_[store.knowledge * row_]);
   return store.value;
 }
@@ -182,11 +181,16 @@ bool Model::has_news(int thread) const {
 
 void Model::forget_reads(int thread) { std::fill_n(watch(thread), num_slots_, 0); }
 
-void Model::forget_reads_before(int thread, uint32_t num_reads) {
-  const uint32_t* read_at = &read_at_[size_t(thread) * num_slots_max_];
-  for (uint16_t i = 0; i < num_slots_; ++i) {
-    if (read_at[i] <= num_reads) watch(thread)[i] = 0;
-  }
+void Model::note_read(int thread, Read read) {
+  uint16_t& oldest = watch(thread)[read.slot];
+  if (oldest == 0 || read.index < oldest) oldest = uint16_t(read.index + 1);
+}
+
+bool Model::forget_reads_before(int thread, uint32_t num_reads) {
+  if (num_reads_[thread] - num_reads > kKeptReads) return false;
+  forget_reads(thread);
+  for (uint32_t i = num_reads; i < num_reads_[thread]; ++i) note_read(thread, reads_[thread][i % kKeptReads]);
+  return true;
 }
 
 void Model::see_newest(int thread) {
@@ -236,7 +240,7 @@ void Model::save(std::vector<char>& to) const {
   add(stores_.data(), num_stores_ * sizeof(Store));
   add(knowledge_.data(), knowledge_.size() * sizeof(uint16_t));
   add(watch_.data(), watch_.size() * sizeof(uint16_t));
-  add(read_at_.data(), read_at_.size() * sizeof(uint32_t));
+  add(reads_, sizeof(reads_[0]) * size_t(num_threads_));
   add(num_reads_, sizeof(num_reads_));
   add(&doubts, sizeof(doubts));
   add(rows_.data(), num_rows_ * row_ * sizeof(uint16_t));
@@ -261,7 +265,7 @@ const char* Model::restore(const char* from) {
   take(stores_.data(), num_stores_ * sizeof(Store));
   take(knowledge_.data(), knowledge_.size() * sizeof(uint16_t));
   take(watch_.data(), watch_.size() * sizeof(uint16_t));
-  take(read_at_.data(), read_at_.size() * sizeof(uint32_t));
+  take(reads_, sizeof(reads_[0]) * size_t(num_threads_));
   take(num_reads_, sizeof(num_reads_));
   take(&doubts, sizeof(doubts));
   take(rows_.data(), num_rows_ * row_ * sizeof(uint16_t));

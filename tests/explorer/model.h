@@ -59,6 +59,9 @@ class Model {
   // Memory is as set_up left it.
   void reset();
 
+  // Whether there is room for it: the shape may have grown since.
+  bool has_word(uint16_t word) const { return word < slot_of_.size(); }
+  bool has_granule(uint16_t granule) const { return granule < num_granules_max_; }
   bool is_shared(uint16_t word) const { return slot_of_[word] != kNone; }
   // A word that was seen for the first time.
   void add_word(uint16_t word);
@@ -77,8 +80,9 @@ class Model {
   bool has_news(int thread) const;
   void forget_reads(int thread);
   // The reads of a look begin where the function that looks was entered: those before it are forgotten.
+  // False: they are too many to tell.
   uint32_t num_reads(int thread) const { return num_reads_[thread]; }
-  void forget_reads_before(int thread, uint32_t num_reads);
+  bool forget_reads_before(int thread, uint32_t num_reads);
   // Time has passed: what was stored before is visible by now. Values only; nothing more happens before.
   void see_newest(int thread);
   bool has_read(int thread, uint16_t word) const { return watch(thread)[slot_of_[word]] != 0; }
@@ -103,7 +107,8 @@ class Model {
   uint32_t unordered_stores(int thread, uint16_t word) const { return unordered(thread, word, 0); }
   uint32_t unordered_loads(int thread, uint16_t word) const { return unordered(thread, word, 1); }
   const std::string& race() const { return race_; }
-  // Loads of these threads that raced with a store, where that is no error: those with a later clock than `accepted`.
+  // Loads of these threads that raced with a store, where that is no error: those with a later clock than
+  // `accepted`.
   struct Doubts {
     bool are_kept;
     uint32_t threads;
@@ -121,11 +126,15 @@ class Model {
   void hash(Hash& hash, uint32_t living) const;
 
  private:
+  struct Read {
+    uint16_t slot, index;
+  };
   struct Slot {
     uint16_t first, num, last_sc, word;
   };
   uint16_t* watch(int thread) { return &watch_[size_t(thread) * num_slots_max_]; }
   const uint16_t* watch(int thread) const { return &watch_[size_t(thread) * num_slots_max_]; }
+  void note_read(int thread, Read read);
   uint16_t new_row();
   void add_store(int thread, uint16_t slot_idx, Store store);
   void drop_rows_of(const Store& store);
@@ -144,14 +153,15 @@ class Model {
   std::vector<Store> stores_;        // by slot, oldest first
   std::vector<uint16_t> knowledge_;  // [thread][row_]: clocks of threads, then floors of slots
   uint32_t num_reads_[kMaxThreads] = {};
-  std::vector<uint32_t> read_at_;    // [thread][slot]: num_reads_ then
-  std::vector<uint16_t> watch_;      // [thread][slot]: 1 + the store read last since the last await, or 0
-  std::vector<uint16_t> rows_;       // [num_rows_][row_]
-  std::vector<uint16_t> free_;       // rows that no store uses
-  std::vector<uint16_t> granules_;   // [granule][2 + threads]: 1 + who wrote it, when; when each read it
-  std::vector<uint16_t> atomics_;    // [word][2][threads]: when each wrote it, when each read it
+  static constexpr uint32_t kKeptReads = 64;
+  Read reads_[kMaxThreads][kKeptReads];  // the last ones of each thread, in a ring
+  std::vector<uint16_t> watch_;     // [thread][slot]: 1 + the oldest store read since the last await, or 0
+  std::vector<uint16_t> rows_;      // [num_rows_][row_]
+  std::vector<uint16_t> free_;      // rows that no store uses
+  std::vector<uint16_t> granules_;  // [granule][2 + threads]: 1 + who wrote it, when; when each read it
+  std::vector<uint16_t> atomics_;   // [word][2][threads]: when each wrote it, when each read it
 
-  std::vector<uint16_t> index_at_;   // [word][2][threads]: the newest store then
+  std::vector<uint16_t> index_at_;  // [word][2][threads]: the newest store then
 
   std::string race_;
 };
@@ -175,9 +185,9 @@ void Model::hash(Hash& hash, uint32_t living) const {
     if ((living >> t & 1) != 0) hash.add(knowledge_of(t), row_ * sizeof(uint16_t));
   }
   hash.add(&doubts, sizeof(doubts));
-  hash.add(granules_.data(), size_t(shape.num_granules) * (2 + num_threads_) * sizeof(uint16_t));
-  hash.add(index_at_.data(), shape.words.size() * 2 * num_threads_ * sizeof(uint16_t));
-  hash.add(atomics_.data(), shape.words.size() * 2 * num_threads_ * sizeof(uint16_t));
+  hash.add(granules_.data(), granules_.size() * sizeof(uint16_t));
+  hash.add(index_at_.data(), index_at_.size() * sizeof(uint16_t));
+  hash.add(atomics_.data(), atomics_.size() * sizeof(uint16_t));
 }
 
 }  // namespace explorer

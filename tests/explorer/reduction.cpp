@@ -34,7 +34,8 @@ uint32_t needed_by(int t) {
     case Kind::kExchange:
     case Kind::kAdd:
     case Kind::kCas:
-      if (p.kind == Kind::kAdd && !execution.options().counters_carry_knowledge && shape.is_counter(p.word)) return 0;
+      if (p.kind == Kind::kAdd && !execution.options().counters_carry_knowledge && shape.is_counter(p.word))
+        return 0;
       threads = others_that(kWrites | (p.order == kSeqCst ? kReadsSc : 0), t, p.word);
       return (threads & rivals(p.kind == Kind::kCas, true)) | others_that(kFutexWaits, t, p.word);
     case Kind::kFutexWait:
@@ -47,7 +48,8 @@ uint32_t needed_by(int t) {
       if (execution.can_step(t)) return 0;
       for (uint16_t word = 0; word < shape.words.size(); ++word) {
         if (!model.is_shared(word) || !model.has_read(t, word)) continue;
-        threads |= others_that(kWrites, t, word) & shape.rivals_of(word, t, true, model.index_at(t, word, true));
+        threads |=
+            others_that(kWrites, t, word) & shape.rivals_of(word, t, true, model.index_at(t, word, true));
       }
       return threads;
     case Kind::kJoin:
@@ -69,13 +71,17 @@ uint32_t needed_by(int t) {
 
 }  // namespace
 
-void steps_to_explore(bool reduces, std::vector<Transition>& steps) {
+bool steps_to_explore(bool reduces, std::vector<Transition>& steps) {
   const int num_threads = execution.num_threads();
   static std::vector<Transition> options[kMaxThreads];
   uint32_t able = 0;
   for (int t = 0; t < num_threads; ++t) {
     options[t].clear();
     execution.options_of(t, options[t]);
+    if (reduces && execution.waits_in_vain(t)) {
+      if (options[t].size() == 1) return false;
+      options[t].pop_back();  // a deadline may yet pass
+    }
     if (!options[t].empty()) able |= 1u << t;
   }
   steps.clear();
@@ -102,6 +108,7 @@ void steps_to_explore(bool reduces, std::vector<Transition>& steps) {
   for (int t = 0; t < num_threads; ++t) {
     if ((best >> t & 1) != 0) steps.insert(steps.end(), options[t].begin(), options[t].end());
   }
+  return true;
 }
 
 }  // namespace explorer

@@ -31,6 +31,7 @@
 namespace explorer {
 
 // The steps to explore: those of a smallest persistent set that was found; of all threads, without `reduces`.
-void steps_to_explore(bool reduces, std::vector<Transition>& steps);
+// False: the execution is redundant.
+bool steps_to_explore(bool reduces, std::vector<Transition>& steps);
 
 }  // namespace explorer

@@ -121,18 +121,20 @@ class Sampler {
 Result learn(const Program& program, const Options& options, uint64_t seed) {
   constexpr int kLeast = 24, kMost = 400;
   execution.open(program, options, true, true);
+  execution.trusts_shape = false;
   Sampler sampler({0, 0, false, 0});
   Result result;
   size_t last_size = 0;
   for (int i = 0, same = 0; i < kMost && same < kLeast; ++i) {
     sampler.run(seed + uint64_t(i), result);
     result.wrong = execution.wrong();
-    if (!result.wrong.kind.empty()) return result;
+    if (!result.wrong.kind.empty()) break;
     ++result.executions;
     const size_t size = shape.words.size() + shape.num_granules;
     same = size == last_size ? same + 1 : 0;
     last_size = size;
   }
+  execution.trusts_shape = true;
   return result;
 }
 

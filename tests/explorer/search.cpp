@@ -77,7 +77,7 @@ class Search {
       }
       if (!goes_on(result)) break;
     }
-    return !grew_ || !result.wrong.kind.empty();
+    return !grew_;
   }
 
  private:
@@ -97,10 +97,9 @@ class Search {
   void visit(Result& result) {
     constexpr int kMostSteps = 1'000'000;
     for (int i = 0; !execution.has_ended(); ++i) {
-      if (limits_.reduces && execution.is_redundant()) break;
       if (depth_ == frames_.size()) frames_.emplace_back();
       std::vector<Transition>& steps = frames_[depth_].steps;
-      steps_to_explore(limits_.reduces, steps);
+      if (!steps_to_explore(limits_.reduces, steps)) break;
       if (steps.empty()) {
         execution.finish();
         ++result.executions;
@@ -117,6 +116,7 @@ class Search {
       return;
     }
     if (path_.size() > result.depth) result.depth = path_.size();
+    if (grew_) return;  // this pass does not count; what is wrong here, the next one will find too
     if (!execution.wrong().kind.empty()) {
       result.wrong = execution.wrong();
       result.path = path_;

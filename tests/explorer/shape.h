@@ -34,7 +34,8 @@ class Shape {
     uint8_t access[kMaxThreads];
     uint16_t last_write[kMaxThreads];  // the last phase (number of joins) in which a thread wrote it
     // The threads that have made an access in conflict with an earlier one of this thread, a load or another,
-    // which does not happen before it; by the index of the newest store at that earlier one (the last: or later).
+    // which does not happen before it; by the index of the newest store at that earlier one (the last: or
+    // later).
     uint16_t rivals[2][kMaxThreads][kMaxIndex + 1];
   };
 

@@ -156,7 +156,10 @@ void run_path(int fate, const Path& path) {
 Wrong replay(const Program& program, const Options& options, int fate, const Path& path, bool prints) {
   execution.open(program, options, true, true);
   if (fate < 0 || fate >= execution.num_fates()) return {"replay", "no such fate"};
-  run_path(fate, path);  // which words are shared, is known after it
+  for (size_t i = 0, size = 0; i < 4 && size != shape.words.size(); ++i) {
+    size = shape.words.size();
+    run_path(fate, path);  // which words are shared, is known after it
+  }
   if (prints) {
     if (execution.num_fates() > 1)
       std::fprintf(stderr, "fate %d:%s\n", fate, execution.fate_name(fate).c_str());
