@@ -18,7 +18,7 @@ PACKET8, PACKET16 = "a2a wire=2", "a2a wire=3"
 
 
 # Where exploring every execution takes longer than a test may.
-SAMPLED = "--random 3000"
+SAMPLED, RARE = "--random 3000", "--random 30000"
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ MISSING_WAIT = [
         KV,
         "receive(p, channel, dequantises)",
         "receive(p, channel, false)",
-        ("kv channels=2 rows=4 script=15", "race: .*chunk", SAMPLED),
+        ("kv channels=2 rows=4 script=15", "race: .*chunk"),
     ),
     one(
         "T = 0 that runs no round",
@@ -358,7 +358,7 @@ REUSE = [
         CHANNEL,
         "epoch < first_epoch_",
         "epoch == 0",
-        (f"{PULL} channels=2 calls=2 tokens=22 script0=1413 script1=33", "race: .*buffer", SAMPLED),
+        (f"{PULL} channels=2 calls=2 tokens=22 script0=1413 script1=33", "race: .*buffer"),
         behind="const bool all_channels = ",
     ),
     one(
@@ -421,6 +421,7 @@ TOO_EARLY = [
         "arch::store_behind_sys(&mine_->in_flight, uint64_t(0));",
         "arch::store_release_sys(last_epoch(), epoch_); arch::store_behind_sys(&mine_->in_flight, uint64_t(0));",
         (f"{PUSH} channels=2 tokens=2", "unordered: .*epoch"),
+        (f"{PUSH} channels=2 tokens=2 unordered=1", "deadlock: "),
         ("query channels=2 script=1", "unordered: .*epoch"),
         ("kv channels=2", "unordered: .*epoch"),
     ),
@@ -430,6 +431,7 @@ TOO_EARLY = [
         "arch::store_relaxed_sys(&state_->call, call_);",
         "arch::store_release_sys(last_epoch(), epoch_); arch::store_relaxed_sys(&state_->call, call_);",
         (f"{PUSH} channels=2 tokens=2", "unordered: .*epoch"),
+        (f"{PUSH} channels=2 tokens=2 unordered=1", "deadlock: "),
     ),
     one(
         "a view is open before all channels have looked",
@@ -483,14 +485,14 @@ FAULTS = [
         CHANNEL,
         "forward_fault(symm_, control_);",
         "",
-        (f"{PUSH} ranks=3 interrupt=1 forever=1 lost=1 deaths=1", "deadlock: "),
+        (f"{PUSH} ranks=3 calls=2 tokens=11 interrupt=1 early=1 forever=1 lost=1 deaths=1", "deadlock: "),
     ),
     one(
         "a wait that does not look at poison",
         WAIT,
         "is_poisoned(symm_, control_)",
         "false",
-        (f"{PUSH} forever=1 interrupt=1 early=1", "deadlock: "),
+        (f"{PUSH} calls=2 tokens=11 forever=1 interrupt=1 early=1", "deadlock: "),
     ),
     one(
         "blame ends with the first peer that is missing",
@@ -511,7 +513,7 @@ FAULTS = [
         CHANNEL,
         "if (cta_.thread_rank() == 0) arch::store_behind_sys(&mine_->in_flight, epoch_);",
         "",
-        (f"{PUSH} ranks=3 tokens=2 capacity=1 deaths=4", "blame: "),
+        (f"{PUSH} ranks=3 tokens=3 capacity=1 deaths=4", "blame: "),
     ),
     one(
         "who waits for a credit says nothing",
@@ -525,6 +527,7 @@ FAULTS = [
         WAIT,
         "return {FaultKind::kPeerLost, events.lost_peers & missing, 0};",
         "return {FaultKind::kPeerLost, events.lost_peers, 0};",
+        (f"{PUSH} ranks=3 deaths=1 lost=1 leave=1 early=1", "blame: .*kind 3"),
         behind="if ((events.lost_peers & missing) != 0) ",
     ),
     one(
@@ -532,13 +535,14 @@ FAULTS = [
         CHANNEL,
         "channel.not_released(channel.symm_.rank, epoch)",
         "channel.missing_on(channel_idx)",
-        (f"{PULL} calls=3 tokens=111 script0=333 script1=1332 deaths=1 lost=1 forever=1", "deadlock: "),
+        (f"{PULL} calls=3 tokens=111 script0=333 script1=121123 deaths=1 lost=1 forever=1", "deadlock: "),
     ),
     one(
         "a partial_out that returns from a fault and tells nobody",
         "host/call.h",
         "forward_fault(symm, control);",
         "",
+        (f"{PULL} ranks=3 script0=121 script1=121 script2=121 early=1", "race: .*buffer"),
     ),
     one(
         "the output of a faulted call stays as it is",
@@ -559,6 +563,7 @@ FAULTS = [
         FAULT,
         "arch::compare_exchange_sys(&theirs->poison, uint64_t(0), word);",
         "arch::store_release_sys(&theirs->poison, word);",
+        (f"{PUSH} early=2 unordered=1", "cause: "),
     ),
 ]
 

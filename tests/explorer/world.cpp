@@ -82,7 +82,10 @@ explorer::Options World::options() const {
   for (int rank = 0; rank < shape_.num_ranks; ++rank) {
     for (int c = 0; c < shape_.threads_of_rank(); ++c) options.threads.push_back({rank, c});
   }
+  options.allows_unordered_stores = shape_.unordered;
   options.races_are_doubts = races_are_doubts_;
+  // Who leaves a faulted call last overwrites what the other channels have put out.
+  options.counters_carry_knowledge = shape_.has_faults();
   if (shape_.has_faults()) {
     options.faults.mortal_ranks = shape_.mortal;
     options.faults.max_deaths = shape_.mortal != 0 ? 1 : 0;
@@ -96,7 +99,19 @@ void World::run(int thread) const {
   const int rank = thread / shape_.threads_of_rank(), of_rank = thread % shape_.threads_of_rank();
   run_rank(rank, of_rank);
   // A peer's host sees the end of the socket, and then what was done before it was closed.
-  if (of_rank == 0 && shape_.lost) __atomic_store_n(&state(rank).has_left, 1, __ATOMIC_RELEASE);
+  if (of_rank == 0 && shape_.leave) __atomic_store_n(&state(rank).has_left, 1, __ATOMIC_RELEASE);
+}
+
+// The first cause stays.
+void World::check_end() const {
+  for (int rank = 0; rank < shape_.num_ranks * shape_.num_lanes; ++rank) {
+    const uint64_t cause = states_[rank].cause;
+    const uint64_t now = core::read_fault(symm(rank / shape_.num_lanes), shape_.control()).record.poison;
+    if (cause != 0 && now != cause) {
+      explorer::fail("cause", "rank %d: the poison word was 0x%llx, and is 0x%llx", rank / shape_.num_lanes,
+                     (unsigned long long)cause, (unsigned long long)now);
+    }
+  }
 }
 
 void World::make_regions(uint64_t payload_bytes, const std::function<std::string(size_t)>& payload_name) {
@@ -142,6 +157,7 @@ void World::check_fault(int rank, const char* what) const {
   const core::Fault fault = core::read_fault(symm(rank), shape_.control());
   const uint64_t dead = explorer::dead_ranks(), ranks = fault.record.ranks;
   const int kind = int(fault.kind);
+  if (shape_.num_lanes == 1) state(rank).cause = fault.record.poison;
   if (fault.kind == FaultKind::kNone)
     explorer::fail("fault", "rank %d: %s failed without a cause", rank, what);
   if (expected_ != FaultKind::kNone) {

@@ -6,9 +6,11 @@
 //   lanes             how many; more than one have a channel each, and threads that do not meet
 //   start             epoch of the last round before the first one (the wrap is at 2^32)
 //   sleep=1           waiting threads sleep on their doorbells at once, and do not yield
-//   deaths            set of ranks of which one may stop for ever, at any step. lost=1: sockets tell of it
+//   deaths            set of ranks of which one may stop for ever, at any step. lost=1: sockets tell of it,
+//                     and leave=1: also of ranks that have made all their calls
 //   early             how many deadlines may pass although the peer can still go on
 //   forever=1         no deadlines; time still passes, so that hosts are polled
+//   unordered=1       stores of two threads to one word need no order: what comes of it must show otherwise
 //   interrupt=1       Ctrl-C may end a wait of rank 0
 #pragma once
 
@@ -31,7 +33,7 @@ inline constexpr int64_t kTimeout = 100'000'000, kJump = 1'000'000'000;
 
 struct Shape {
   int num_ranks, num_channels, num_lanes, num_streams;
-  bool one_thread, sleeps, lost, forever, interrupt;
+  bool one_thread, sleeps, lost, leave, forever, unordered, interrupt;
   uint64_t start_epoch, mortal;
   int num_early;
 
@@ -43,7 +45,9 @@ struct Shape {
         one_thread(given.get("one_thread", 0) != 0),
         sleeps(given.get("sleep", 0) != 0),
         lost(given.get("lost", 0) != 0),
+        leave(given.get("leave", 0) != 0),
         forever(given.get("forever", 0) != 0),
+        unordered(given.get("unordered", 0) != 0),
         interrupt(given.get("interrupt", 0) != 0),
         start_epoch(uint64_t(given.get("start", 3))),
         mortal(uint64_t(given.get("deaths", 0))),
@@ -69,6 +73,7 @@ struct RankState {
   int32_t status[4];  // [channel] of the call in flight
   int32_t buffer_idx, handed_out, last_used, has_left;
   uint64_t num_nonfinite;
+  uint64_t cause;  // the poison word, when a call had failed
 };
 
 class World : public explorer::Program {
@@ -77,6 +82,7 @@ class World : public explorer::Program {
 
   explorer::Options options() const override;
   void run(int thread) const override;
+  void check_end() const override;
 
  protected:
   // The script of one thread, of a channel or of a lane: it makes its rank's calls, one after the other, up
