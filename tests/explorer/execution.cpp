@@ -258,7 +258,7 @@ uint64_t Execution::atomic(Kind kind, const void* p, int num_bytes, int order, u
   }
   ++num_ops_[t];
   if (kind == Kind::kFutexWait || kind == Kind::kFutexWake) return 0;
-  if (!model.check_atomic(t, word, writes)) fail_here("race", model.race());
+  if (!model.check_atomic(t, word, writes, 0)) fail_here("race", model.race());
   uint64_t before = 0;
   std::memcpy(&before, p, size_t(num_bytes));
   if (!writes || (kind == Kind::kCas && before != expected)) return before;
@@ -370,7 +370,7 @@ void Execution::note_rivals(int t, const Pending& p, bool writes) {
   for (int u = 0; u < num_threads_; ++u) {
     for (const bool of_load : {false, true}) {
       if (((of_load ? loads : stores) >> u & 1) == 0) continue;
-      has_new_rivals |= shape.add_rival(p.word, u, of_load, model.index_at(u, p.word, of_load), t);
+      has_new_rivals |= shape.add_rival(p.word, u, of_load, model.moment_of(u, p.word, of_load), t);
     }
   }
 }
@@ -384,7 +384,7 @@ uint64_t Execution::apply(int t, uint16_t option) {
     const bool writes =
         p.kind != Kind::kLoad && (p.kind != Kind::kCas || (option == 0 && before == p.expected));
     note_rivals(t, p, writes);
-    if (!model.check_atomic(t, p.word, writes)) {
+    if (!model.check_atomic(t, p.word, writes, moment(threads_[t].phase, model.newest_index(p.word)))) {
       fail("race", model.race());
       return 0;
     }

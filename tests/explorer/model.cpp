@@ -42,7 +42,7 @@ void Model::make(int num_threads, bool all_are_shared, bool may_grow) {
   rows_.clear();
   granules_.resize(num_granules_max_ * size_t(2 + num_threads));
   atomics_.resize(num_words_max_ * 2 * size_t(num_threads));
-  index_at_.resize(atomics_.size());
+  moments_.resize(atomics_.size());
 }
 
 void Model::reset() {
@@ -62,7 +62,7 @@ void Model::reset() {
   doubts = {doubts.are_kept, 0, {}};
   std::fill(granules_.begin(), granules_.end(), 0);
   std::fill(atomics_.begin(), atomics_.end(), 0);
-  std::fill(index_at_.begin(), index_at_.end(), 0);
+  std::fill(moments_.begin(), moments_.end(), 0);
 }
 
 void Model::add_word(uint16_t word) {
@@ -247,7 +247,7 @@ void Model::save(std::vector<char>& to) const {
   add(free_.data(), num_free_ * sizeof(uint16_t));
   add(granules_.data(), granules_.size() * sizeof(uint16_t));
   add(atomics_.data(), atomics_.size() * sizeof(uint16_t));
-  add(index_at_.data(), index_at_.size() * sizeof(uint16_t));
+  add(moments_.data(), moments_.size() * sizeof(uint16_t));
 }
 
 const char* Model::restore(const char* from) {
@@ -272,7 +272,7 @@ const char* Model::restore(const char* from) {
   take(free_.data(), num_free_ * sizeof(uint16_t));
   take(granules_.data(), granules_.size() * sizeof(uint16_t));
   take(atomics_.data(), atomics_.size() * sizeof(uint16_t));
-  take(index_at_.data(), index_at_.size() * sizeof(uint16_t));
+  take(moments_.data(), moments_.size() * sizeof(uint16_t));
   return from;
 }
 

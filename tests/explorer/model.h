@@ -97,11 +97,11 @@ class Model {
   // ---- races. False: there is one, and race() says which. New granules and words: add_granule, add_word
   // first.
   bool check_plain(int thread, uint32_t offset, size_t num_bytes, bool writes);
-  bool check_atomic(int thread, uint16_t word, bool writes);
-  // The index of the newest store of the word, now and when that thread last stored to it or loaded it.
+  bool check_atomic(int thread, uint16_t word, bool writes, uint16_t moment);
   int newest_index(uint16_t word) const { return readable(word, 0).index; }
-  int index_at(int thread, uint16_t word, bool load) const {
-    return index_at_[(size_t(word) * 2 + load) * size_t(num_threads_) + size_t(thread)];
+  // When that thread last stored to the word, or loaded it.
+  uint16_t moment_of(int thread, uint16_t word, bool load) const {
+    return moments_[(size_t(word) * 2 + load) * size_t(num_threads_) + size_t(thread)];
   }
   // The threads other than this one that have stored to the word, or loaded it, not ordered with now.
   uint32_t unordered_stores(int thread, uint16_t word) const { return unordered(thread, word, 0); }
@@ -161,7 +161,7 @@ class Model {
   std::vector<uint16_t> granules_;  // [granule][2 + threads]: 1 + who wrote it, when; when each read it
   std::vector<uint16_t> atomics_;   // [word][2][threads]: when each wrote it, when each read it
 
-  std::vector<uint16_t> index_at_;  // [word][2][threads]: the newest store then
+  std::vector<uint16_t> moments_;  // [word][2][threads]: the newest store then
 
   std::string race_;
 };
@@ -186,7 +186,7 @@ void Model::hash(Hash& hash, uint32_t living) const {
   }
   hash.add(&doubts, sizeof(doubts));
   hash.add(granules_.data(), granules_.size() * sizeof(uint16_t));
-  hash.add(index_at_.data(), index_at_.size() * sizeof(uint16_t));
+  hash.add(moments_.data(), moments_.size() * sizeof(uint16_t));
   hash.add(atomics_.data(), atomics_.size() * sizeof(uint16_t));
 }
 

@@ -68,14 +68,12 @@ uint32_t Model::unordered(int thread, uint16_t word, int of_loads) const {
   return threads;
 }
 
-bool Model::check_atomic(int thread, uint16_t word, bool writes) {
+bool Model::check_atomic(int thread, uint16_t word, bool writes, uint16_t moment) {
   const uint16_t* known = knowledge_of(thread);
   const Shape::Word& w = shape.words[word];
   uint16_t* stored = &atomics_[size_t(word) * 2 * size_t(num_threads_)];
   stored[writes ? thread : num_threads_ + thread] = known[thread];
-  if (is_shared(word)) {
-    index_at_[(size_t(word) * 2 + !writes) * size_t(num_threads_) + size_t(thread)] = readable(word, 0).index;
-  }
+  moments_[(size_t(word) * 2 + !writes) * size_t(num_threads_) + size_t(thread)] = moment;
   const uint32_t unit = 1u << shape.granule_shift();
   for (uint32_t at = w.offset / unit * unit; at < w.offset + w.num_bytes; at += unit) {
     const uint16_t number = shape.granule_at(at);

@@ -23,9 +23,9 @@ uint32_t needed_by(int t) {
   const Pending& p = execution.thread(t).pending;
   uint32_t threads = 0;
   const auto rivals = [&](bool loads, bool stores) {
-    const int index = model.newest_index(p.word);
-    return (loads ? shape.rivals_of(p.word, t, true, index) : 0) |
-           (stores ? shape.rivals_of(p.word, t, false, index) : 0);
+    const uint16_t now = moment(execution.thread(t).phase, model.newest_index(p.word));
+    return (loads ? shape.rivals_of(p.word, t, true, now) : 0) |
+           (stores ? shape.rivals_of(p.word, t, false, now) : 0);
   };
   switch (p.kind) {
     case Kind::kLoad:
@@ -49,7 +49,7 @@ uint32_t needed_by(int t) {
       for (uint16_t word = 0; word < shape.words.size(); ++word) {
         if (!model.is_shared(word) || !model.has_read(t, word)) continue;
         threads |=
-            others_that(kWrites, t, word) & shape.rivals_of(word, t, true, model.index_at(t, word, true));
+            others_that(kWrites, t, word) & shape.rivals_of(word, t, true, model.moment_of(t, word, true));
       }
       return threads;
     case Kind::kJoin:
@@ -89,7 +89,7 @@ bool steps_to_explore(bool reduces, std::vector<Transition>& steps) {
   uint32_t best = able;
   if (reduces && steps.empty()) {
     size_t fewest = ~size_t(0);
-    for (int t = 0; t < num_threads && fewest > 1; ++t) {
+    for (int t = 0; t < num_threads && fewest > 0; ++t) {
       if ((able >> t & 1) == 0) continue;
       uint32_t closed = 1u << t, done = 0;
       size_t num_steps = 0;
@@ -99,6 +99,9 @@ bool steps_to_explore(bool reduces, std::vector<Transition>& steps) {
         num_steps += options[u].size();
         closed |= needed_by(u);
       }
+      // A thread that can go on alone does so, until it cannot, before the next one: what two of them find on
+      // their ways adds up then, and does not multiply.
+      if (closed == 1u << t) num_steps = 0;
       if (num_steps < fewest) {
         fewest = num_steps;
         best = closed;

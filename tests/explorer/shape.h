@@ -24,7 +24,12 @@ enum Access : uint8_t {
   kSets = 64,  // writes in any other way
 };
 
-inline constexpr int kMaxIndex = 31;
+// When in its program a thread accesses a word: in which phase (joins passed), and after how many stores to
+// it. Two moments that share a number are taken for one, and the rivals of both for those of each.
+inline constexpr int kMoments = 128;
+inline uint16_t moment(int phase, int newest_index) {
+  return uint16_t((phase * 16 + newest_index) % kMoments);
+}
 
 class Shape {
  public:
@@ -34,9 +39,8 @@ class Shape {
     uint8_t access[kMaxThreads];
     uint16_t last_write[kMaxThreads];  // the last phase (number of joins) in which a thread wrote it
     // The threads that have made an access in conflict with an earlier one of this thread, a load or another,
-    // which does not happen before it; by the index of the newest store at that earlier one (the last: or
-    // later).
-    uint16_t rivals[2][kMaxThreads][kMaxIndex + 1];
+    // which does not happen before it; by the moment of that earlier one.
+    uint16_t rivals[2][kMaxThreads][kMoments];
   };
 
   void clear();
@@ -70,14 +74,14 @@ class Shape {
     return is_new;
   }
   // True when that is news.
-  bool add_rival(uint16_t word, int thread, bool of_load, int index, int rival) {
-    uint16_t& rivals = words[word].rivals[of_load][thread][index < kMaxIndex ? index : kMaxIndex];
+  bool add_rival(uint16_t word, int thread, bool of_load, uint16_t moment, int rival) {
+    uint16_t& rivals = words[word].rivals[of_load][thread][moment];
     const bool is_new = (rivals >> rival & 1) == 0;
     rivals |= uint16_t(1u << rival);
     return is_new;
   }
-  uint32_t rivals_of(uint16_t word, int thread, bool of_load, int index) const {
-    return words[word].rivals[of_load][thread][index < kMaxIndex ? index : kMaxIndex];
+  uint32_t rivals_of(uint16_t word, int thread, bool of_load, uint16_t moment) const {
+    return words[word].rivals[of_load][thread][moment];
   }
   // All accesses to the word are sums. Such a word may carry no knowledge from one thread to the next: weaker
   // than C++ says, so that nothing is lost, and fewer states differ.
