@@ -383,7 +383,7 @@ uint64_t Execution::apply(int t, uint16_t option) {
     before = model.readable(p.word, option).value;
     const bool writes =
         p.kind != Kind::kLoad && (p.kind != Kind::kCas || (option == 0 && before == p.expected));
-    note_rivals(t, p, writes);
+    note_rivals(t, p, writes || p.kind == Kind::kCas);  // one that fails would store elsewhen
     if (!model.check_atomic(t, p.word, writes, moment(threads_[t].phase, model.newest_index(p.word)))) {
       fail("race", model.race());
       return 0;
