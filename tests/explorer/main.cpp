@@ -137,6 +137,7 @@ Result run(const Command& command, const Program& program, const Options& option
   if (!read_path(command.replay, result.fate, result.path)) {
     result.wrong = {"replay", "no line of choices: " + command.replay};
   } else {
+    learn(program, options);  // as the search did: which words are shared decides what is an error
     result.wrong = replay(program, options, result.fate, result.path, true);
   }
   result.executions = 1;

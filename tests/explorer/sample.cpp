@@ -118,7 +118,7 @@ class Sampler {
 
 }  // namespace
 
-Result learn(const Program& program, const Options& options, uint64_t seed) {
+Result learn(const Program& program, const Options& options) {
   constexpr int kLeast = 24, kMost = 400;
   execution.open(program, options, true, true);
   execution.trusts_shape = false;
@@ -126,7 +126,7 @@ Result learn(const Program& program, const Options& options, uint64_t seed) {
   Result result;
   size_t last_size = 0;
   for (int i = 0, same = 0; i < kMost && same < kLeast; ++i) {
-    sampler.run(seed + uint64_t(i), result);
+    sampler.run(uint64_t(i) + (uint64_t(1) << 32), result);
     result.wrong = execution.wrong();
     if (!result.wrong.kind.empty()) break;
     ++result.executions;
@@ -139,7 +139,7 @@ Result learn(const Program& program, const Options& options, uint64_t seed) {
 }
 
 Result sample(const Program& program, const Options& options, const Sampling& sampling) {
-  Result result = learn(program, options, sampling.seed + (uint64_t(1) << 32));
+  Result result = learn(program, options);
   if (!result.wrong.kind.empty()) return result;
   result = {};
   result.passes = 1;

@@ -51,6 +51,6 @@ Result sample(const Program& program, const Options& options, const Sampling& sa
 // One step, recorded.
 void make_step(const Transition& transition, Path& path);
 // Random executions that teach the shape; one of them may be wrong.
-Result learn(const Program& program, const Options& options, uint64_t seed);
+Result learn(const Program& program, const Options& options);
 
 }  // namespace explorer
