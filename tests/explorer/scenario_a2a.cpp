@@ -73,6 +73,7 @@ class A2a : public World {
       for (int rank : {0, 1}) max_tokens_ = std::max(max_tokens_, tokens_of(rank, call));
     }
     races_are_doubts_ = wire_ == Wire::kPull && shape_.has_faults();
+    has_deadlines_ = swaps_lanes_;
     if (other_tokens_ >= 0 || swaps_lanes_) expected_ = FaultKind::kMismatch;
   }
 
@@ -86,6 +87,7 @@ class A2a : public World {
   int tokens_of(int rank, int call) const {
     return digit(rank == 1 && other_tokens_ >= 0 ? other_tokens_ : tokens_, num_calls_, call % num_calls_);
   }
+  bool is_mismatch(int call) const { return swaps_lanes_ || tokens_of(0, call) != tokens_of(1, call); }
   bool is_empty(int call, int rank, int row) const { return has_empty_ && (call + rank + row) % 3 == 0; }
   float value(int call, int rank, int row, int head, int d) const {
     return float(1 + call * 37 + row * 11 + rank * 301 + head * 5 + d * 3);
@@ -263,7 +265,7 @@ void A2a::overwrite_buffers(Seat seat) const {
 void A2a::check(Seat seat, int call, Status status) const {
   const int rank = seat.rank, name = int(call_number(seat, call)), head_dim = sizes_.head_dim;
   if (status != Status::kOk) check_fault(rank, "a call");
-  if (status == Status::kOk && expected_ != FaultKind::kNone) {
+  if (status == Status::kOk && is_mismatch(call)) {
     explorer::fail("fault", "rank %d: call %d, which is not that of its peers, ended well", rank, name);
   }
   for (int row = 0; row < tokens_of(rank, call); ++row) {

@@ -26,9 +26,9 @@ def fine(mutants_program: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(("number", "killer"), KILLERS)
 def test_a_planted_fault_is_found(mutants_program: Path, fine: dict[str, str], number: int, killer: Killer) -> None:
-    name = f"{killer.scenario} {killer.options}"
+    name = f"{killer.scenario} {killer.fine}"
     if name not in fine:
-        fine[name] = explore(mutants_program, killer.scenario, *killer.options.split()).verdict
+        fine[name] = explore(mutants_program, killer.scenario, *killer.fine.split()).verdict
     assert fine[name] == "", "the scenario must be fine without the fault"
     found = explore(mutants_program, f"{killer.scenario} mutation={number}", *killer.options.split())
     assert re.match(killer.verdict, found.verdict), (found.verdict, found.trace[-3000:])

@@ -86,7 +86,7 @@ explorer::Options World::options() const {
   options.races_are_doubts = races_are_doubts_;
   // Who leaves a faulted call last overwrites what the other channels have put out.
   options.counters_carry_knowledge = shape_.has_faults();
-  if (shape_.has_faults()) {
+  if (shape_.has_faults() || has_deadlines_) {
     options.faults.mortal_ranks = shape_.mortal;
     options.faults.max_deaths = shape_.mortal != 0 ? 1 : 0;
     options.faults.deadline_ns = kJump;

@@ -122,6 +122,8 @@ class World : public explorer::Program {
   const Shape shape_;
   // What a fault must be, where every run ends with one; kNone: those that the arguments allow.
   FaultKind expected_ = FaultKind::kNone;
+  // A deadline ends a wait that nothing else ends, though nothing goes wrong.
+  bool has_deadlines_ = false;
   // After a fault callers may write where a late peer still reads: it must not trust that.
   bool races_are_doubts_ = false;
 
