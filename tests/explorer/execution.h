@@ -46,6 +46,9 @@ struct Pending {
 inline constexpr uint16_t kStop = 0xfff0;  // the thread dies before the step
 inline constexpr uint16_t kJump = 0xfff1;  // its clock jumps, and its wait goes on
 
+// A wait that clocks cannot end is a deadlock.
+inline constexpr int kMostJumps = 6;
+
 struct Transition {
   uint8_t thread;
   uint16_t option;

@@ -30,7 +30,7 @@ using ::explorer_memset;
 #define memmove explorer_memmove
 #define memset explorer_memset
 #define clock_gettime explorer_clock_gettime
-// A wait counts its yields (arch/cpu.h: Backoff), and never has enough of them in a scenario. The count would tell
-// states apart that are the same: so each yield takes itself off again.
+// A wait counts its yields (arch/cpu.h: Backoff), and never has enough of them in a scenario. The count would
+// tell states apart that are the same: so each yield takes itself off again.
 #define sched_yield() (--num_pauses_, explorer_sched_yield())
 #define syscall explorer_syscall

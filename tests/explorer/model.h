@@ -168,6 +168,9 @@ class Model {
 
 extern Model model;
 
+// "rank 1 channel 0"; "the start" for none of the threads.
+const std::string& name_of_thread(int thread);
+
 template <class Hash>
 void Model::hash(Hash& hash, uint32_t living) const {
   for (int i = 0; i < num_slots_; ++i) {

@@ -18,6 +18,8 @@ ENGINE = (
     "model",
     "races",
     "execution",
+    "accesses",
+    "faults",
     "snapshot",
     "runtime",
     "reduction",

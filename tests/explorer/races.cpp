@@ -4,8 +4,6 @@
 
 namespace explorer {
 
-extern const std::string& name_of_thread(int thread);
-
 bool Model::says_race(int thread, bool writes, bool atomic, uint32_t offset, int other, bool other_writes,
                       bool other_atomic) {
   const auto text = [](int who, bool stores, bool is_atomic) {

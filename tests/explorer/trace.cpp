@@ -6,8 +6,6 @@
 
 namespace explorer {
 
-extern const std::string& name_of_thread(int thread);
-
 std::string write_path(int fate, const Path& path) {
   std::string text = std::to_string(fate) + ":";
   for (size_t i = 0; i < path.size(); ++i) {
