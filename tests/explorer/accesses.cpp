@@ -59,6 +59,7 @@ uint64_t Execution::atomic(Kind kind, const void* p, int num_bytes, int order, u
       kind == Kind::kStore || kind == Kind::kExchange || kind == Kind::kAdd || kind == Kind::kCas;
   int bits = (reads ? kReads : 0) | (writes ? kWrites | kSets : 0);
   if (kind == Kind::kAdd) bits = kAdds | kWrites;
+  if (kind == Kind::kAdd && value == 0 && !options_.counters_carry_knowledge) bits = kReads | kNudges;
   if (reads && order == kSeqCst && kind != Kind::kAdd) bits |= kReadsSc;
   if (kind == Kind::kFutexWait) bits = kFutexWaits;
   if (kind == Kind::kFutexWake) bits = kFutexWakes;

@@ -12,7 +12,7 @@ uint32_t others_that(int bits, int t, uint16_t word) {
   for (int u = 0; u < execution.num_threads(); ++u) {
     if (u == t || !execution.may_go_on(u)) continue;
     int may = w.access[u] & bits;
-    if (w.last_write[u] < execution.thread(u).phase + 1) may &= ~(kWrites | kFutexWakes);
+    if (w.last_write[u] < execution.thread(u).phase + 1) may &= ~(kWrites | kNudges | kFutexWakes);
     if (may != 0) threads |= 1u << u;
   }
   return threads;
@@ -29,17 +29,17 @@ uint32_t needed_by(int t) {
   };
   switch (p.kind) {
     case Kind::kLoad:
-      return others_that(kWrites, t, p.word) & rivals(true, false);
+      return others_that(kWrites | kNudges, t, p.word) & rivals(true, false);
     case Kind::kStore:
     case Kind::kExchange:
     case Kind::kAdd:
     case Kind::kCas:
       if (p.kind == Kind::kAdd && !execution.options().counters_carry_knowledge && shape.is_counter(p.word))
         return 0;
-      threads = others_that(kWrites | (p.order == kSeqCst ? kReadsSc : 0), t, p.word);
+      threads = others_that(kWrites | kNudges | (p.order == kSeqCst ? kReadsSc : 0), t, p.word);
       return (threads & rivals(p.kind == Kind::kCas, true)) | others_that(kFutexWaits, t, p.word);
     case Kind::kFutexWait:
-      return others_that(kWrites | kFutexWakes, t, p.word);
+      return others_that(kWrites | kNudges | kFutexWakes, t, p.word);
     case Kind::kFutexWake:
       return others_that(kFutexWaits | kFutexWakes, t, p.word);
     case Kind::kFutexSleep:
@@ -48,8 +48,8 @@ uint32_t needed_by(int t) {
       if (execution.can_step(t)) return 0;
       for (uint16_t word = 0; word < shape.words.size(); ++word) {
         if (!model.is_shared(word) || !model.has_read(t, word)) continue;
-        threads |=
-            others_that(kWrites, t, word) & shape.rivals_of(word, t, true, model.moment_of(t, word, true));
+        threads |= others_that(kWrites | kNudges, t, word) &
+                   shape.rivals_of(word, t, true, model.moment_of(t, word, true));
       }
       return threads;
     case Kind::kJoin:

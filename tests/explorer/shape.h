@@ -22,6 +22,9 @@ enum Access : uint8_t {
   kFutexWakes = 16,
   kAdds = 32,  // reads and writes in one, by a sum
   kSets = 64,  // writes in any other way
+  // Adds 0. Where nobody stores anything else, the word is a constant, and this is no store (as with
+  // counters).
+  kNudges = 128,
 };
 
 // When in its program a thread accesses a word: in which phase (joins passed), and after how many stores to
@@ -67,7 +70,7 @@ class Shape {
     Word& w = words[word];
     bool is_new = (w.access[thread] & bits) != bits;
     w.access[thread] |= uint8_t(bits);
-    if ((bits & (kWrites | kFutexWakes)) != 0 && w.last_write[thread] < phase + 1) {
+    if ((bits & (kWrites | kNudges | kFutexWakes)) != 0 && w.last_write[thread] < phase + 1) {
       w.last_write[thread] = uint16_t(phase + 1);
       is_new = true;
     }
