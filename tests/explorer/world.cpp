@@ -102,14 +102,14 @@ void World::run(int thread) const {
   if (of_rank == 0 && shape_.leave) __atomic_store_n(&state(rank).has_left, 1, __ATOMIC_RELEASE);
 }
 
-// The first cause stays.
+// All ranks name one cause, and it stays what it was.
 void World::check_end() const {
-  for (int rank = 0; rank < shape_.num_ranks * shape_.num_lanes; ++rank) {
+  for (int rank = 0; rank < shape_.num_ranks && shape_.num_lanes == 1; ++rank) {
     const uint64_t cause = states_[rank].cause;
-    const uint64_t now = core::read_fault(symm(rank / shape_.num_lanes), shape_.control()).record.poison;
+    const uint64_t now = core::common_cause(symm(rank), shape_.control());
     if (cause != 0 && now != cause) {
-      explorer::fail("cause", "rank %d: the poison word was 0x%llx, and is 0x%llx", rank / shape_.num_lanes,
-                     (unsigned long long)cause, (unsigned long long)now);
+      explorer::fail("cause", "rank %d: the cause was 0x%llx, and is 0x%llx", rank, (unsigned long long)cause,
+                     (unsigned long long)now);
     }
   }
 }
@@ -154,30 +154,37 @@ void World::poll_host(void* context, HostEvents* events) {
 }
 
 void World::check_fault(int rank, const char* what) const {
-  const core::Fault fault = core::read_fault(symm(rank), shape_.control());
-  const uint64_t dead = explorer::dead_ranks(), ranks = fault.record.ranks;
-  const int kind = int(fault.kind);
-  if (shape_.num_lanes == 1) state(rank).cause = fault.record.poison;
-  if (fault.kind == FaultKind::kNone)
+  // As core::read_fault, which waits a moment for a record that is not ready.
+  const uint64_t word = core::common_cause(symm(rank), shape_.control());
+  const int reporter = int(word >> 48 & 0xff);
+  const FaultRecord* record = core::symm_at<FaultRecord>(symm(rank), reporter, shape_.control().fault_offset);
+  const bool has_record = word != 0 && core::arch::load_acquire_sys(&record->ready) != 0;
+  const uint64_t ranks =
+      has_record ? core::arch::load_relaxed_sys(&record->ranks) : core::rank_bit(int(word >> 40 & 0xff));
+  const uint64_t my_call = has_record ? core::arch::load_relaxed_sys(&record->my_call) : 0;
+  const FaultKind fault_kind = FaultKind(word >> 56);
+  const uint64_t dead = explorer::dead_ranks();
+  const int kind = int(fault_kind);
+  if (shape_.num_lanes == 1) state(rank).cause = word;
+  if (fault_kind == FaultKind::kNone)
     explorer::fail("fault", "rank %d: %s failed without a cause", rank, what);
   if (expected_ != FaultKind::kNone) {
-    if (fault.kind == expected_) return;
+    if (fault_kind == expected_) return;
     explorer::fail("fault", "rank %d: %s ended with kind %d, not %d", rank, what, kind, int(expected_));
   }
   if (!shape_.has_faults()) {
     explorer::fail("fault", "rank %d: %s, a healthy call, ended with kind %d, reported by rank %d", rank,
-                   what, kind, fault.reporter);
+                   what, kind, reporter);
   }
-  // One channel of the reporter may pass on what another one has not completed yet.
-  if (!fault.has_record && shape_.num_channels == 1) {
-    explorer::fail("record", "rank %d: %s knows a fault of rank %d before its record", rank, what,
-                   fault.reporter);
+  // One channel of the reporter may pass on what another one has not completed yet; and rank 0, where all
+  // look, marks its own fault before it completes its record.
+  if (!has_record && shape_.num_channels == 1 && reporter != 0) {
+    explorer::fail("record", "rank %d: %s knows a fault of rank %d before its record", rank, what, reporter);
   }
-  if (fault.has_record && (ranks == 0 || fault.record.my_call == 0)) {
-    explorer::fail("record", "rank %d: %s found the record of rank %d half written", rank, what,
-                   fault.reporter);
+  if (has_record && (ranks == 0 || my_call == 0)) {
+    explorer::fail("record", "rank %d: %s found the record of rank %d half written", rank, what, reporter);
   }
-  switch (fault.kind) {
+  switch (fault_kind) {
     case FaultKind::kTimeout:
       // A deadline that passes early may name whoever is late.
       if (shape_.num_early == 0 && (ranks & ~dead) != 0) break;
