@@ -196,7 +196,11 @@ void Execution::step(const Transition& transition) {
     self.has_read_clock = false;
     ++self.jumps;
     // A deadline is longer than a store takes to be seen; an early one comes before that.
-    if (is_stuck()) model.see_newest(t);
+    if (is_stuck()) {
+      model.see_newest(t);
+      // Nobody could have put off a look until now: the deadline came because all had looked.
+      for (int u = 0; u < num_threads_; ++u) threads_[u].looks_cleanly = false;
+    }
     if (self.early_left > 0) --self.early_left;
     model.forget_reads(t);
     self.reply = 0;

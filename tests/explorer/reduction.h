@@ -38,9 +38,9 @@
 // the program: a look that fails leaves nothing behind but counts). So a look that failed although it could
 // have read something newer, then or later, adds nothing: the execution in which it comes late enough to read
 // that is explored too, as loads may be put off. It is cut there. What remains of failed looks are those of
-// threads that wait in the end: deadlocks, and deadlines that pass. That needs to know where a look begins:
-// in the function that yields, which for a kernel is that of the wait (`await`, for bodies, does not know,
-// and looks again instead).
+// threads that wait in the end: deadlocks, and deadlines that pass when nobody can move (looks that came
+// before such a deadline are kept). That needs to know where a look begins: in the function that yields,
+// which for a kernel is that of the wait (`await`, for bodies, does not know, and looks again instead).
 #pragma once
 
 #include <vector>

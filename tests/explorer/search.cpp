@@ -173,7 +173,11 @@ Result explore(const Program& program, const Options& options, const Limits& lim
   for (uint64_t pass = 1;; ++pass) {
     result = {};
     result.passes = pass;
-    if (Search(program, options, limits).run(result)) return result;
+    if (!Search(program, options, limits).run(result)) continue;
+    if (result.executions == 0 && result.wrong.kind.empty() && !result.was_cut) {
+      result.wrong = {"vacuous", "no execution came to an end"};
+    }
+    return result;
   }
 }
 

@@ -101,7 +101,8 @@ Execution::Key Execution::key() {
     hash.add(uint64_t(thread.time_ns));
     hash.add(uint64_t(thread.phase) | uint64_t(thread.early_left) << 16 | uint64_t(thread.jumps) << 24 |
              uint64_t(options_.faults.deadline_ns > 0 && thread.has_read_clock) << 32 |
-             uint64_t(p.kind == Kind::kAwait && model.has_news(t)) << 33);
+             uint64_t(p.kind == Kind::kAwait && model.has_news(t)) << 33 |
+             uint64_t(p.kind == Kind::kAwait && thread.looks_cleanly) << 34);
     hash.add(fibers_[t].stack_pointer, fibers_[t].bytes_in_use());
   }
   return hash.key();
