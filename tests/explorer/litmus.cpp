@@ -238,6 +238,22 @@ void random_accesses(Memory& m, int t, Orders o) {
   m.r[t].value = seen;
 }
 
+// 1: it came, 2: the deadline passed.
+__attribute__((noinline)) uint64_t came_in_time(const Word& word, int order) {
+  int num_pauses_ = 0;
+  const int64_t start = now_ns();
+  for (; load(word, order) == 0; ++num_pauses_) {
+    if (now_ns() - start > 1000) return 2;
+    sched_yield();
+  }
+  return 1;
+}
+// Thread 0 waits for what never comes, and then tells thread 1, which waits too.
+void give_up(Memory& m, int t, Orders o) {
+  m.r[t].value = came_in_time(t == 0 ? m.y : m.x, o.load);
+  if (t == 0) store(m.x, 1, o.store);
+}
+
 using Body = void (*)(Memory&, int, Orders);
 
 class Litmus : public explorer::Program {
@@ -302,5 +318,6 @@ int main(int argc, char** argv) {
                              {"atomic_race", make<atomic_race, 2>},
                              {"joined", make<joined, 2>},
                              {"choices", make<choices, 2>},
-                             {"patience", make<patience, 2>}});
+                             {"patience", make<patience, 2>},
+                             {"give_up", make<give_up, 2>}});
 }

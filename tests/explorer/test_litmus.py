@@ -66,6 +66,7 @@ ALLOWED = {
     "choices": {f"{a} {b} 0 0" for a in range(3) for b in range(3)},
     # A deadline that passes when nobody can move any more, or early; a death, and what the survivor hears.
     "patience deadline=5000": {"1 0 0 0"},
+    "give_up deadline=5000": {"2 1 0 0", "2 2 0 0"},
     "patience deadline=5000 early=1": {"1 0 0 0", "2 0 0 0"},
     "patience deadline=5000 mortal=1 deaths=1": {"1 0 0 0", "2 1 0 0"},
 }
