@@ -56,7 +56,6 @@ MISUSE = {
     "another T, packets": f"{PACKET8} tokens=1 tokens1=2",
     "T = 0 on one rank": f"{PUSH} tokens=0 tokens1=1",
     "another T in the second call": f"{PUSH} calls=2 tokens=11 tokens1=12",
-    "lanes in another order": f"{PUSH} lanes=2 one_thread=1 swap=1",
     "a view is open": "query script=11 tokens=11 expect=5",
     "a reduce of other rows": "query script=14 other_rows=1 expect=6",
     "a wait without its start": "kv script=123 script1=23 expect=7",
@@ -108,6 +107,7 @@ LARGE = {
 }
 
 SAMPLED = {
+    "lanes in another order": f"{PUSH} lanes=2 one_thread=1 swap=1",
     "push, 4 ranks, 2 channels, T changes": f"{PUSH} ranks=4 channels=2 calls=8 tokens=40312504 capacity=4",
     "pull, 3 ranks, 2 channels, buffers in every way": (
         f"{PULL} ranks=3 channels=2 calls=6 tokens=213212 script0=133312331 script1=121333112121 script2=333333"
