@@ -41,11 +41,23 @@ def script(page: str, name: str) -> str:
     return found
 
 
+# Ranks that an example starts are forks of a server, which imports torch once for all of them. To them it is as if
+# spawned: the script is imported anew, and arguments are pickled.
+RUN = """
+import functools, multiprocessing, runpy, sys
+import torch.multiprocessing
+multiprocessing.set_forkserver_preload(["torch.distributed"])
+torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
 def run_script(folder: Path, text: str) -> str:
     file = folder / "example.py"
     file.write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=120, env=environment)
+    command = [sys.executable, "-c", RUN, file] if "multiprocessing.spawn(" in text else [sys.executable, file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
