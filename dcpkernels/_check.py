@@ -58,10 +58,23 @@ def has_part(op: str, has: bool, field: str) -> None:
 
 def signature(value: torch.Tensor) -> tuple[Any, ...]:
     """Everything of a tensor that a check looks at: a call whose like has been checked goes straight to C++. The bytes of
-    the storage, because it may be freed or made smaller under a tensor, which stays as it was. Raises anything for what
-    is no such tensor."""
-    storage_bytes = value.untyped_storage().nbytes()
-    return value.shape, value.stride(), value.dtype, value.device, value.is_neg(), storage_bytes
+    the storage, because it may be freed or made smaller under a tensor, which stays as it was; of a tensor that begins
+    further on, whether it ends in there. No strides where the shape says what they are: torch takes longest for these.
+    Raises anything for what is no such tensor."""
+    storage_bytes = len(value.untyped_storage())
+    room = storage_bytes if value.storage_offset() == 0 else end_in_storage(value) <= storage_bytes
+    if value.is_contiguous():
+        return value.shape, value.dtype, value.device, value.is_neg(), room
+    return value.shape, value.dtype, value.device, value.is_neg(), room, value.stride()
+
+
+def end_in_storage(value: torch.Tensor) -> int:
+    """Bytes from the start of its storage to the end of its last element; of a tensor of no elements, 0."""
+    if value.is_contiguous():
+        num_elements = value.numel()
+    else:
+        num_elements = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return (value.storage_offset() + num_elements) * value.itemsize if value.numel() > 0 else 0
 
 
 def scale(op: str, value: Any, device: str) -> None:
@@ -142,8 +155,7 @@ def has_memory(op: str, name: str, value: torch.Tensor) -> None:
         fail(op, f"{name} must have memory of its own", f"{type(value).__name__}: {type(error).__name__}")
     if value.numel() == 0:
         return
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    end = (value.storage_offset() + last + 1) * value.element_size()
+    end = end_in_storage(value)
     # A view into freed storage has an address: its offset.
     if address == 0 or end > storage_bytes:
         given = (

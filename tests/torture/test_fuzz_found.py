@@ -98,6 +98,22 @@ def test_storage_that_shrinks_between_calls(stage):
         partial_out.fill_(1)
 
 
+def test_a_view_that_lies_beyond_what_is_left_of_its_storage(stage):
+    """Of the shape, strides and storage of one that was checked; it only begins further on. Whole rows, and rows that lie
+    apart."""
+    lse = torch.zeros(T, H)
+    for width in (D, D + 8):
+        rows = torch.ones(2 * T, H, width, dtype=torch.bfloat16)
+        first, second = rows[:T, :, :D], rows[T:, :, :D]
+        rows.untyped_storage().resize_(T * H * width * 2)
+        a2a_lse_reduce(first, lse, workspace=stage.workspace, lse_base="e")
+        with pytest.raises(DcpInvalidArgument, match="partial_out must have memory of its own"):
+            a2a_lse_reduce(second, lse, workspace=stage.workspace, lse_base="e")
+        rows.untyped_storage().resize_(2 * T * H * width * 2)
+        second.fill_(1)
+        a2a_lse_reduce(second, lse, workspace=stage.workspace, lse_base="e")
+
+
 def test_results_that_no_memory_holds(stage):
     rows = torch.ones(1, H, D, dtype=torch.bfloat16).expand(2**32 - 1, H, D)
     lse = torch.zeros(1, H).expand(2**32 - 1, H)
