@@ -16,7 +16,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any
 
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpPeerLost, DcpTimeout
@@ -45,7 +44,7 @@ class Mesh:
         self._peers: dict[int, socket.socket] = {}
         self._left: set[int] = set()  # said goodbye
         self._lost: set[int] = set()  # end of file without a goodbye
-        self._failure: DcpTimeout | None = None  # what ended the setup; nothing is sent or awaited after that
+        self._failure: DcpError | None = None  # what ended the setup; nothing is sent or awaited after that
         self._lock = threading.Lock()
         self._closing = False
         sockets.after_fork.add(self)
@@ -195,8 +194,7 @@ class Mesh:
             raise self._failure
         try:
             for peer, sock in self._peers.items() if self.rank in senders else ():
-                with suppress(DcpPeerLost):  # what it said last is read below, and is the better error
-                    send(sock, peer)
+                self._send_or_give_up(send, sock, peer)
             missing = senders & set(self._peers)
             while missing:
                 fds: list[int] = []
@@ -209,6 +207,18 @@ class Mesh:
                         os.close(received)
         except DcpTimeout as error:
             self.abort(error)
+            raise
+
+    def _send_or_give_up(self, send: Callable[[socket.socket, int], None], sock: socket.socket, peer: int) -> None:
+        try:
+            send(sock, peer)
+        except DcpPeerLost:  # what it said last is read next, and is the better error
+            pass
+        except DcpError:
+            raise
+        except Exception as error:  # the peer would take the next message for the one that this rank owes it
+            text = f"rank {self.rank} could not send to rank {peer}: {describe(error)[1]}"
+            self.abort(DcpError(text, ranks=(self.rank,)))
             raise
 
     def _receive(self, peers: Iterable[int], deadline: Deadline, fds: list[int] | None = None) -> tuple[int, bytes]:
@@ -233,7 +243,7 @@ class Mesh:
                 return peer, message
         raise sockets.timeout(by_fd.values(), deadline)
 
-    def abort(self, cause: DcpTimeout) -> None:
+    def abort(self, cause: DcpError) -> None:
         """Tells the peers why this rank gives up, so that all raise the first cause. Never blocks or raises."""
         if self._failure is None:
             self._failure = cause

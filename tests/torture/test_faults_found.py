@@ -14,6 +14,7 @@ import torch
 from dcpkernels import Workspace, a2a_lse_reduce, kv_gather_start
 from dcpkernels._direct import DirectBackend
 from dcpkernels.errors import DcpError, DcpPeerLost, DcpTimeout
+from dcpkernels.heap import sockets
 from dcpkernels.heap.group import as_group
 from dcpkernels.heap.mesh import Mesh, gave_up
 from dcpkernels.heap.region import Region, create_file
@@ -70,6 +71,30 @@ def test_all_hear_at_once_of_a_rank_that_fails_in_the_last_step(how):
     results = run_ranks(death_in_the_last_step, 5, 2, how, mode="process", expect_exit=expect_exit)
     for name, ranks, seconds in results[:2] + results[3:]:
         assert (name, ranks) == ("DcpPeerLost", (2,)) and seconds < 5, results
+
+
+def file_that_is_not_sent(group, to):
+    if group.rank() == 1:
+        send = sockets.send
+
+        def send_or_fail(sock, peer, message, *args):
+            if (peer, message) == (to, b"F"):
+                raise MemoryError
+            return send(sock, peer, message, *args)
+
+        sockets.send = send_or_fail
+    config = config_for(3, "bulk", timeout_s=20.0, first_call_timeout_s=20.0)
+    result = attempt(Workspace, group, config=config, backend="direct")
+    meet(group)
+    return type(result.error).__name__, getattr(result.error, "ranks", ()), result.seconds
+
+
+@pytest.mark.parametrize("to", [0, 2])
+def test_a_rank_that_cannot_send_what_it_owes_is_named_alone(to):
+    """Its next message would come where the file was awaited, and whoever found that out would be named with it."""
+    results = run_ranks(file_that_is_not_sent, 3, to, mode="process")
+    for name, ranks, seconds in results:
+        assert (name, ranks) == ("DcpError", (1,)) and seconds < 5, results
 
 
 def late_behind_another(group, leaves):
