@@ -43,6 +43,14 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def more_threads(before: int, within_s: float = 2.0) -> int:
+    """How many there are more than `before`. The system still lists a thread for a moment that has been joined."""
+    end = time.monotonic() + within_s
+    while (more := num_threads() - before) > 0 and time.monotonic() < end:
+        time.sleep(0.02)
+    return more
+
+
 def ended_processes() -> list[str]:
     """Ended processes among our descendants that nobody has waited for (zombies)."""
     parents, states = {}, {}

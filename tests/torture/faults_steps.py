@@ -25,7 +25,7 @@ from dcpkernels import Workspace
 from dcpkernels.errors import DcpError
 from dcpkernels.testing import run_ranks
 from tests.torture.faults_mix import Mix, config_for
-from tests.torture.faults_resources import ended_processes, num_threads, resources, settled, state_of
+from tests.torture.faults_resources import ended_processes, more_threads, num_threads, resources, settled, state_of
 
 _PACKAGE = os.path.dirname(dcpkernels.__file__) + os.sep
 _FILES = ("workspace.py", "_direct.py", "_cpu_device.py", "_gathers.py", "_channels.py", "heap" + os.sep)
@@ -251,7 +251,7 @@ def _round(plan: Plan, group: Any, at: int) -> tuple[Went, int]:
         _step(made[0].close)  # a close that was broken off can be made again
     made.clear()
     gc.collect()
-    went.left_over, went.num_more_threads = settled(before), num_threads() - threads
+    went.left_over, went.num_more_threads = settled(before), more_threads(threads)
     return went, (creating if plan.where == "create" else closing).num_steps
 
 

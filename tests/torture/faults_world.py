@@ -26,7 +26,7 @@ from dcpkernels.testing import run_ranks
 from tests.torture import faults_instruction
 from tests.torture.faults_instruction import Stepper
 from tests.torture.faults_mix import Mix, config_for
-from tests.torture.faults_resources import ended_processes, num_threads, resources, settled, state_of
+from tests.torture.faults_resources import ended_processes, more_threads, num_threads, resources, settled, state_of
 
 LONG_S = 60.0  # no wait takes as long, unless something hangs
 AT_ONCE_S = 2.0  # a death is noticed within 0.05 s of waiting; the rest is for a machine with other work
@@ -190,7 +190,7 @@ def _play(store: Any, world: World, round_idx: int, members: list[int], rank: in
     os.sched_setaffinity(0, processors)
     direct = round_.backend == "direct"
     seen.left_over = settled(before) if direct else ""
-    seen.num_more_threads = num_threads() - threads if direct else 0
+    seen.num_more_threads = more_threads(threads) if direct else 0
     if round_.how == "stop":  # gloo needs all of them: the stopped rank is awaited
         store.wait([f"resumed/{round_idx}"])
     return seen
