@@ -74,7 +74,7 @@ class Call {
     const Bytes inputs[] = {{partial_out, partial_out_bytes_},
                             {partial_lse, partial_lse_bytes_},
                             {seq_lens, p.num_seqs > 0 ? int64_t(p.num_seqs) * 4 : 0},
-                            {query_start_loc, int64_t(p.num_seqs + 1) * 4}};
+                            {query_start_loc, (int64_t(p.num_seqs) + 1) * 4}};
     // Tensors without memory of their own (wrapper subclasses, freed storage) have address 0.
     for (const Bytes& bytes : outputs) {
       if (bytes.size > 0 && bytes.begin <= kNoAddress) return kNoMemory;

@@ -41,7 +41,7 @@ struct ShardMask {
     if (num_seqs == 0 || row < start(0) || row >= start(num_seqs)) return true;
     int low = 0, high = num_seqs;  // start(low) <= row < start(high)
     while (high - low > 1) {
-      const int middle = (low + high) / 2;
+      const int middle = low + (high - low) / 2;
       if (start(middle) <= row) {
         low = middle;
       } else {
