@@ -123,6 +123,37 @@ def test_lanes_in_threads():
     assert type(errors[0]) is DcpMismatch and 1 in errors[0].ranks and "num_tokens=5" in str(errors[0])
 
 
+def test_a_lane_that_goes_on_does_not_hide_where_a_rank_waits():
+    """At the deadline rank 1 waits in two streams: for a moment in lane 1, where all is well, and in a query for good."""
+
+    def body(group):
+        config = dataclasses.replace(CONFIG, timeout_s=5.0 if group.rank == 1 else 0.5)
+        with Workspace(group, config=config) as workspace:
+            maker = Maker(workspace)
+            for call in WARM_UP:
+                maker(call, 0)
+            meet(group)
+
+            def goes_on() -> DcpError:
+                while True:
+                    time.sleep(0.02 if group.rank == 0 else 0)
+                    if error := attempt(maker, Call("reduce", 1, 3, "e"), 0).error:
+                        return error
+
+            with ThreadPoolExecutor(1) as pool:
+                other = pool.submit(goes_on)
+                error = attempt(
+                    maker, Call(("reduce", "query")[group.rank], 0, 3, ("e", "float32")[group.rank]), 0
+                ).error
+                errors = [error, other.result()]
+            meet(group)
+            return errors
+
+    errors = [error for of_rank in run_ranks(body, 2) for error in of_rank]
+    assert len({str(error).partition(": ")[2] for error in errors}) == 1
+    assert type(errors[0]) is DcpMismatch and errors[0].ranks == (0, 1), errors[0]
+
+
 def test_lengths_that_contradict_are_each_rank_s_own():
     """The last rank calls rows 2 and up padding, the others call no row so: its shard is left out of these, and of nothing
     else. No rank can know who is right."""

@@ -154,8 +154,8 @@ DCP_OUTLINE uint64_t Channel::blame(uint64_t missing) const {
 
 // True when `peer` waits in another epoch stream for this rank, which does not come there: the two made
 // different calls. With lanes in several threads a peer waits elsewhere for moments all the time; so it must
-// still be the same round after a while. Any channel of the peer counts: where its channels share a thread,
-// the first one alone may wait, and this one may be another.
+// still be the same round after a while, and where it is not, other streams are looked at. Any channel of the
+// peer counts: where its channels share a thread, the first one alone may wait, and this one may be another.
 DCP_OUTLINE bool Channel::waits_elsewhere(int peer, uint64_t* call) const {
   DCP_NO_UNROLL
   for (int stream_idx = 0; stream_idx < control_.num_streams; ++stream_idx) {
@@ -166,7 +166,7 @@ DCP_OUTLINE bool Channel::waits_elsewhere(int peer, uint64_t* call) const {
       if (epoch == 0) continue;
       const int64_t second_look_ns = arch::now_ns() + arch::kHostPollNs;
       while (arch::now_ns() < second_look_ns) arch::spin_pause();
-      if (awaited_in(stream_idx, channel_idx, peer) != epoch) return false;
+      if (awaited_in(stream_idx, channel_idx, peer) != epoch) break;
       *call = arch::load_relaxed_sys(&stream_state(symm_, control_, peer, stream_idx)->call);
       return true;
     }
