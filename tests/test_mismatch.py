@@ -204,17 +204,18 @@ def test_a_rank_that_gathers_a_query_while_the_others_wait_to_start_a_chunk(num_
         assert ": kv_gather(chunk_idx=2" in str(result.error)
 
 
+def backwards(num_channels, run):
+    with ThreadPoolExecutor(num_channels) as pool:
+        ends = []
+        for i in reversed(range(num_channels)):
+            ends.append(pool.submit(run, i, i + 1))
+            time.sleep(0.05)
+        for end in ends:
+            end.result()
+
+
 def test_channels_in_threads_and_channels_in_one():
     """Rank 0 runs its last channel first, rank 1 all in one thread: only its first one comes to a wait."""
-
-    def backwards(num_channels, run):
-        with ThreadPoolExecutor(num_channels) as pool:
-            ends = []
-            for i in reversed(range(num_channels)):
-                ends.append(pool.submit(run, i, i + 1))
-                time.sleep(0.05)
-            for end in ends:
-                end.result()
 
     def body(group):
         timeout_s, parallel_for = ((0.5, backwards), (5.0, lambda n, run: run(0, n)))[group.rank]
@@ -229,6 +230,25 @@ def test_channels_in_threads_and_channels_in_one():
     for result in run_ranks(body, 2):
         assert type(result.error) is DcpMismatch and result.error.ranks == (0, 1), result
         assert "lane=0" in str(result.error) and "lane=1" in str(result.error)
+
+
+def test_a_rank_that_waits_on_another_channel_is_not_named_with_the_late_one():
+    """Rank 2 does not come. Rank 1 has not signalled on the channel that rank 0 waits on, because it waits on another."""
+
+    def body(group):
+        parallel_for = None if group.rank == 2 else (backwards, lambda n, run: run(0, n))[group.rank]
+        config = dataclasses.replace(CONFIG, num_channels=3, timeout_s=0.5 if group.rank == 0 else 5.0)
+        with Workspace(group, config=config, parallel_for=parallel_for) as workspace:
+            maker = Maker(workspace)
+            for call in WARM_UP:
+                maker(call, 0)
+            meet(group)
+            result = None if group.rank == 2 else attempt(maker, Call("reduce", 0, 3, "e"), 0)
+            meet(group)
+            return result
+
+    for result in run_ranks(body, 3)[:2]:
+        assert type(result.error) is DcpTimeout and result.error.ranks == (2,), result
 
 
 # -- builds
