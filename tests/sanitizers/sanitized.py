@@ -68,7 +68,7 @@ class Report:
 def split_reports(text: str) -> list[Report]:
     lines = text.splitlines()
     begins = [i for i, line in enumerate(lines) if BEGINS_REPORT.match(line.strip())]
-    ends = [*begins[1:], len(lines)]
+    ends = [*begins[1:], len(lines)] if begins else []
     return [Report("\n".join(lines[begin:end]).strip()) for begin, end in zip(begins, ends, strict=True)]
 
 

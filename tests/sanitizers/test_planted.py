@@ -82,3 +82,13 @@ def test_reports_are_told_apart() -> None:
     assert [report.is_ours for report in split_reports(asan + ubsan)] == [True, True]
     assert [(report.is_leak, report.is_ours) for report in split_reports(leaks)] == [(True, True), (True, False)]
     assert [report.is_ours for report in split_reports(tsan + tsan)] == [True, True]
+
+
+def test_a_report_file_that_cannot_be_read_apart_is_one_report(tmp_path: Path) -> None:
+    tree = Tree(tmp_path, "thread")
+    tree.logs.mkdir()
+    (tree.logs / "tsan.1").write_text("")
+    assert not tree.reports()
+    (tree.logs / "tsan.2").write_text("==2==Sanitizer CHECK failed: allocator.h:3\n")
+    (report,) = tree.reports()
+    assert report.is_ours and "CHECK failed" in report.text
