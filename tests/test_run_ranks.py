@@ -116,19 +116,6 @@ def test_fork_shares_a_server_and_spawn_does_not():
     assert not {parent for _, parent in spawned} & {parent for _, parent in first}
 
 
-def imported(group, name):
-    return name in sys.modules, os.getppid()
-
-
-def test_ranks_find_imported_what_they_ask_for():
-    name = "colorsys"  # which nothing else imports
-    first, again, plain = (
-        run_ranks(imported, 1, name, mode="process", preload=names) for names in ([name], [name], [])
-    )
-    assert first == again and first[0][0] is True
-    assert plain[0][0] is False and plain[0][1] != first[0][1]
-
-
 def test_the_server_has_no_threads_that_a_fork_would_lose():
     """Before the first fork: OpenBLAS ends its threads at a fork, and would hide them."""
     server = _processes._Server()

@@ -31,7 +31,6 @@ from tests.torch_ops_calls import (
     DIM,
     HEADS,
     INDUCTOR,
-    PRELOAD,
     QUERY_DIM,
     TOKENS,
     Rank,
@@ -338,7 +337,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=RANKS, ids=lambda num_ranks: f"{num_ranks} ranks")
 def wrong(request, cache):
-    return run_ranks(run_cases, request.param, CASES, cache, mode="process", timeout_s=300, preload=PRELOAD)
+    return run_ranks(run_cases, request.param, CASES, cache, mode="process", timeout_s=300)
 
 
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])

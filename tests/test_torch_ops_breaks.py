@@ -32,7 +32,7 @@ from tests.test_torch_ops_kv_gather import (
     in_place_after_a_kv_gather,
     two_equal_kv_gathers_into_one_tensor,
 )
-from tests.torch_ops_calls import PRELOAD, run_cases
+from tests.torch_ops_calls import run_cases
 
 # What each op declares, and what it declares instead.
 DECLARED = {
@@ -147,7 +147,7 @@ def run_broken(group, folder):
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory):
     folders = tmp_path_factory.mktemp("broken")
-    return run_ranks(run_broken, 2, str(folders), mode="process", timeout_s=300, preload=PRELOAD)
+    return run_ranks(run_broken, 2, str(folders), mode="process", timeout_s=300)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -155,7 +155,5 @@ def test_a_case_sees_what_it_is_for(wrong, name):
     for rank, found in enumerate(wrong):
         assert name in found, f"rank {rank} saw nothing"
         # The case's own assertion, about results or calls, or that the other rank has come to one.
-        assert re.search(r"\n(AssertionError|dcpkernels\.errors\.Dcp(Mismatch|PeerLost|Timeout))", found[name]), found[
-            name
-        ]
+        assert re.search(r"\n(AssertionError|dcpkernels\.errors\.Dcp(Mismatch|PeerLost|Timeout))", found[name]), found[name]
     assert any("\nAssertionError" in found[name] for found in wrong), wrong[0][name]

@@ -13,18 +13,7 @@ from dcpkernels.errors import DcpInvalidArgument, DcpUnsupported
 from dcpkernels.integrations.torch_ops import TraceablePlan, TraceableWorkspace, kv_gather, query_gather
 from dcpkernels.testing import run_ranks
 from tests.a2a_calls import same_bits
-from tests.torch_ops_calls import (
-    CHUNK_ROWS,
-    CONFIG,
-    HEADS,
-    KV_DIM,
-    PRELOAD,
-    QUERY_DIM,
-    Rank,
-    assert_same,
-    compiled,
-    run_cases,
-)
+from tests.torch_ops_calls import CHUNK_ROWS, CONFIG, HEADS, KV_DIM, QUERY_DIM, Rank, assert_same, compiled, run_cases
 
 FP8 = torch.float8_e4m3fn
 
@@ -214,7 +203,7 @@ CASES = [
 @pytest.fixture(scope="module", params=[3], ids=lambda num_ranks: f"{num_ranks} ranks")
 def wrong(request, tmp_path_factory):
     cache = str(tmp_path_factory.mktemp("inductor"))
-    return run_ranks(run_cases, request.param, CASES, cache, mode="process", timeout_s=300, preload=PRELOAD)
+    return run_ranks(run_cases, request.param, CASES, cache, mode="process", timeout_s=300)
 
 
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])

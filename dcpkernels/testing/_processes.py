@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -38,8 +38,7 @@ class _ServerLost(RuntimeError):
 class _Server:
     """A fork server (`_worker.serve`) and the socket to it."""
 
-    def __init__(self, more: Sequence[str] = ()) -> None:
-        """`more`: modules to import besides those that each rank needs."""
+    def __init__(self) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = os.environ | {
             # The server has to import the very dcpkernels that the caller has, wherever that came from ...
@@ -59,7 +58,6 @@ class _Server:
         ]
         if "pytest" in sys.modules:  # a test module imports it, in every rank again unless the server has
             preload.append("pytest")
-        preload += more
         command = f"from dcpkernels.testing._worker import serve; serve({theirs.fileno()}, {preload})"
         self._is_ready = False
         self._process: subprocess.Popen | None = None
@@ -132,7 +130,6 @@ class _Shared:
 
     lock = threading.Lock()
     server: _Server | None = None
-    preload: tuple[str, ...] = ()  # what `server` was asked to import
 
     @classmethod
     def drop(cls) -> None:
@@ -154,11 +151,11 @@ os.register_at_fork(after_in_child=_Shared.forget)
 
 
 @contextmanager
-def _servers(num_ranks: int, start: str, preload: tuple[str, ...]) -> Iterator[list[_Server]]:
+def _servers(num_ranks: int, start: str) -> Iterator[list[_Server]]:
     """A server for each rank. Whatever ends the block by an exception, no rank is left running."""
     if start == "spawn":
         with ExitStack() as stack:
-            servers = [_Server(preload) for _ in range(num_ranks)]
+            servers = [_Server() for _ in range(num_ranks)]
             for server in servers:
                 stack.callback(server.close)
             for server in servers:
@@ -167,9 +164,9 @@ def _servers(num_ranks: int, start: str, preload: tuple[str, ...]) -> Iterator[l
         return
     with _Shared.lock:
         try:
-            if _Shared.server is None or not _Shared.server.alive() or _Shared.preload != preload:
+            if _Shared.server is None or not _Shared.server.alive():
                 _Shared.drop()
-                _Shared.server, _Shared.preload = _Server(preload), preload
+                _Shared.server = _Server()
                 _Shared.server.wait_ready()
             yield [_Shared.server] * num_ranks
         except BaseException:
@@ -184,7 +181,6 @@ def run_processes(
     timeout_s: float,
     expect_exit: dict[int, int],
     start: str,
-    preload: tuple[str, ...] = (),
 ) -> list[Outcome]:
     """Runs the ranks and returns when the last process has ended."""
     if _worker.loading:
@@ -199,7 +195,7 @@ def run_processes(
             RankFds(job_fd, store_fd, _memory_file(stack, "result"), _memory_file(stack, "stacks"), stdout=1, stderr=2)
             for _ in range(num_ranks)
         ]
-        run = _Run(stack.enter_context(_servers(num_ranks, start, preload)), fds, expect_exit, Clock(timeout_s))
+        run = _Run(stack.enter_context(_servers(num_ranks, start)), fds, expect_exit, Clock(timeout_s))
         return run.run()
 
 

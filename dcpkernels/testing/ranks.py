@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dcpkernels.errors import DcpInvalidArgument
@@ -41,7 +41,6 @@ def run_ranks(
     timeout_s: float = 60.0,
     expect_exit: Mapping[int, int] | None = None,
     start: str = "fork",
-    preload: Sequence[str] = (),
 ) -> list[Any]:
     """Calls `fn(group, *args)` on every rank and returns the results in rank order.
 
@@ -60,8 +59,6 @@ def run_ranks(
             returning, for example {3: -9}. Its result is None. Process mode only.
         start: "fork": ranks are forks of a server that has torch imported; it starts with the first call
             (seconds) and serves all later ones. "spawn": a new interpreter for every rank.
-        preload: modules that the server imports too, so that ranks find them imported. None may start a thread,
-            which a fork would not copy. Calls with another `preload` than the last one's start another server.
 
     Raises:
         RankFailure: a rank raised, died, ended otherwise than expected, or was still running at the deadline.
@@ -79,7 +76,7 @@ def run_ranks(
     if mode == "thread":
         ranks = _run_threads(fn, num_ranks, args, timeout_s)
     else:
-        ranks = run_processes(fn, num_ranks, args, timeout_s, expect_exit, start, tuple(preload))
+        ranks = run_processes(fn, num_ranks, args, timeout_s, expect_exit, start)
     if any(rank.failed for rank in ranks):
         raise RankFailure(describe(ranks, timeout_s), {i: rank.fate for i, rank in enumerate(ranks)})
     return [rank.result for rank in ranks]
