@@ -91,7 +91,7 @@ def test_every_execution_is_right(ops_program: Path, name: str) -> None:
     assert numbers["states"] > 10 and numbers["executions"] > 1 and numbers["steps"] > numbers["states"]
 
 
-# The sizes of the issue. Those that take minutes are sampled in the short form.
+# Larger ones. Those that take minutes are sampled in the short form.
 SECONDS = ("push, 2 ranks", "push, 3 ranks", "query")
 LARGE = {
     "push, 2 ranks, 2 channels, 4 rows, 4 epochs": f"{PUSH} channels=2 calls=4 tokens=4444",
@@ -130,7 +130,7 @@ SAMPLE = {"random": ["--random", "{}"], "by priority": ["--pct", "{}", "--depth"
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_every_execution_of_the_sizes_of_the_issue(ops_program: Path, torture: bool, name: str) -> None:
+def test_every_execution_of_larger_cases(ops_program: Path, torture: bool, name: str) -> None:
     explores_all = torture or name.startswith(SECONDS)
     options = ["--max-states", "40000000"] if explores_all else ["--random", "300"]
     result = explore(ops_program, LARGE[name], *options, timeout_s=7200)
