@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from dcpkernels.errors import DcpError, DcpInvalidArgument, DcpPeerLost, DcpTimeout
@@ -193,8 +194,16 @@ class Mesh:
         if self._failure is not None:
             raise self._failure
         try:
-            for peer, sock in self._peers.items() if self.rank in senders else ():
-                self._send_or_give_up(send, sock, peer)
+            try:
+                for peer, sock in self._peers.items() if self.rank in senders else ():
+                    with suppress(DcpPeerLost):  # what it said last is read below, and is the better error
+                        send(sock, peer)
+            except DcpError:
+                raise
+            except Exception as error:  # peers would take the next message for the one that this rank owes them
+                text = f"rank {self.rank} could not send: {describe(error)[1]}"
+                self.abort(DcpError(text, ranks=(self.rank,)))
+                raise
             missing = senders & set(self._peers)
             while missing:
                 fds: list[int] = []
@@ -207,18 +216,6 @@ class Mesh:
                         os.close(received)
         except DcpTimeout as error:
             self.abort(error)
-            raise
-
-    def _send_or_give_up(self, send: Callable[[socket.socket, int], None], sock: socket.socket, peer: int) -> None:
-        try:
-            send(sock, peer)
-        except DcpPeerLost:  # what it said last is read next, and is the better error
-            pass
-        except DcpError:
-            raise
-        except Exception as error:  # the peer would take the next message for the one that this rank owes it
-            text = f"rank {self.rank} could not send to rank {peer}: {describe(error)[1]}"
-            self.abort(DcpError(text, ranks=(self.rank,)))
             raise
 
     def _receive(self, peers: Iterable[int], deadline: Deadline, fds: list[int] | None = None) -> tuple[int, bytes]:
