@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.explorer.explore import explore
-from tests.explorer.mutations import MUTATIONS, NOT_FOUND, Killer
+from tests.explorer.mutation import Killer
+from tests.explorer.mutations import MUTATIONS, NOT_FOUND
 from tests.explorer.program import CSRC
 
 KILLERS = [
