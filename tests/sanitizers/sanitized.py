@@ -48,6 +48,8 @@ BEGINS_REPORT = re.compile(
     r"==\d+==\s*(?:ERROR|FATAL): (?!LeakSanitizer: detected)|(?:WARNING|FATAL): ThreadSanitizer"
     r"|(?:Direct|Indirect) leak of|\S+: runtime error: "
 )
+# What `allocator_may_return_null` says instead of an error.
+NO_REPORT = re.compile(r"^==\d+==WARNING: AddressSanitizer failed to allocate 0x[0-9a-f]+ bytes$\n?", re.MULTILINE)
 OURS = re.compile(r"\bcsrc/|/tests/sanitizers/|/_C_\w+\.|\bdcp::")
 
 
@@ -184,7 +186,7 @@ class Tree:
         """Of all processes so far. A report file that cannot be read apart is one report."""
         found: list[Report] = []
         for path in sorted(self.logs.iterdir()):
-            text = path.read_text(errors="replace")
+            text = NO_REPORT.sub("", path.read_text(errors="replace"))
             found += split_reports(text) or ([Report(text)] if text.strip() else [])
         return found
 

@@ -88,6 +88,7 @@ def test_a_report_file_that_cannot_be_read_apart_is_one_report(tmp_path: Path) -
     tree = Tree(tmp_path, "thread")
     tree.logs.mkdir()
     (tree.logs / "tsan.1").write_text("")
+    (tree.logs / "asan.1").write_text("==1==WARNING: AddressSanitizer failed to allocate 0x18000000000000 bytes\n")
     assert not tree.reports()
     (tree.logs / "tsan.2").write_text("==2==Sanitizer CHECK failed: allocator.h:3\n")
     (report,) = tree.reports()
