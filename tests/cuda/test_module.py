@@ -48,7 +48,8 @@ print(json.dumps({"raised": raised, "rest": sorted(rest)}))
 """
 COMPUTES = {
     "A2aLseReduceGeometry", "A2aLseReducePlan", "ControlLayout", "KvGatherLane", "KvGatherSource", "QueryGatherPlan",
-    "StagingLayout", "call_descriptor", "chunk_descriptor", "init_region", "launch_fault", "query_descriptor", "release_descriptor",
+    "StagingLayout", "call_descriptor", "call_digest", "chunk_descriptor", "init_region", "launch_fault",
+    "query_descriptor", "release_descriptor",
 }  # fmt: skip
 
 # A driver that answers just what the runtime asks first.
