@@ -62,7 +62,8 @@ def signature(value: torch.Tensor) -> tuple[Any, ...]:
     further on, whether it ends in there. No strides where the shape says what they are: torch takes longest for these.
     Raises anything for what is no such tensor."""
     storage_bytes = len(value.untyped_storage())
-    room = storage_bytes if value.storage_offset() == 0 else end_in_storage(value) <= storage_bytes
+    # Not True and False: True is equal to the one byte of another storage.
+    room = storage_bytes if value.storage_offset() == 0 else "ends" if end_in_storage(value) <= storage_bytes else "cut"
     if value.is_contiguous():
         return value.shape, value.dtype, value.device, value.is_neg(), room
     return value.shape, value.dtype, value.device, value.is_neg(), room, value.stride()

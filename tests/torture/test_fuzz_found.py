@@ -112,6 +112,10 @@ def test_a_view_that_lies_beyond_what_is_left_of_its_storage(stage):
         rows.untyped_storage().resize_(2 * T * H * width * 2)
         second.fill_(1)
         a2a_lse_reduce(second, lse, workspace=stage.workspace, lse_base="e")
+        # The first one again, with one byte left.
+        rows.untyped_storage().resize_(1)
+        with pytest.raises(DcpInvalidArgument, match="partial_out must have memory of its own"):
+            a2a_lse_reduce(first, lse, workspace=stage.workspace, lse_base="e")
 
 
 def test_results_that_no_memory_holds(stage):

@@ -224,7 +224,8 @@ class Calls(RuleBasedStateMachine):
     def start(self, lane: int, plan: int, chunk: int, is_whole: bool) -> None:
         """`is_whole`: kv_gather, which waits as well."""
         state, caches, plans = self.lanes[lane], self.contexts[plan].caches, self.plans[plan]
-        is_refused = not 0 <= chunk < plans[0].num_chunks or state.started is not None
+        # A chunk that was started before must be waited for first; after a fault it cannot be.
+        is_refused = not 0 <= chunk < plans[0].num_chunks or (state.started is not None and self.fault is None)
         function = kv_gather if is_whole else kv_gather_start
 
         def call(rank: Rank) -> Any:
