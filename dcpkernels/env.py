@@ -45,6 +45,11 @@ VARIABLES = (
         "0",
         "1: gathered views are mapped read-only (with multicast), so that a write into one is a SIGSEGV at the instruction",
     ),
+    Variable(
+        "DCPKERNELS_VLLM",
+        "0",
+        "what vLLM's decode context parallelism runs on: 0 its own collectives; 1 ours; direct, collective: that backend of ours",
+    ),
 )
 
 
@@ -74,6 +79,16 @@ def read_only_views() -> bool:
     if value not in ("0", "1"):
         raise DcpInvalidArgument(f"{name}: must be 0 or 1 (got {value!r})")
     return value == "1"
+
+
+def vllm_backend() -> str | None:
+    """The backend of the workspaces that vLLM's collectives run on; None when vLLM is to be left alone."""
+    name = "DCPKERNELS_VLLM"
+    value = os.environ.get(name, "").strip() or "0"
+    backends = {"0": None, "1": "auto", "direct": "direct", "collective": "collective"}
+    if value not in backends:
+        raise DcpInvalidArgument(f"{name}: must be one of {', '.join(backends)} (got {value!r})")
+    return backends[value]
 
 
 def _seconds(name: str) -> float | None:

@@ -52,7 +52,8 @@ class Workspace:
             through. None: a thread for each channel but the first, of each op and lane, made with the workspace. May differ
             between ranks. Lanes that are used at the same time call it at the same time.
 
-    Attributes: rank, num_ranks, num_local_heads, device, config, backend ("direct" or "collective"), isa, num_bytes.
+    Attributes: rank, num_ranks, num_local_heads, device, config, backend ("direct" or "collective"), backend_reason (why
+    this one, in words), isa, num_bytes.
 
     Raises (the same on all ranks):
         DcpInvalidArgument: a count is wrong, or heads do not divide by the ranks.
@@ -94,7 +95,7 @@ class Workspace:
         self._started_chunks: dict[int, Any] = {}
         cpus = _backend.num_usable_cpus(cpus for _, cpus in cards)
         self._impl, reason = self._make_backend(backend, prepared, deadline, cpus, parallel_for)
-        self.backend, self._closed_impl = self._impl.name, self._impl
+        self.backend, self.backend_reason, self._closed_impl = self._impl.name, reason, self._impl
         _log.info(
             "workspace: target %s (%s), rank %d of %d, backend %s (%s), %.1f MiB per rank, wire %s, multicast %s",
             self.device, self._impl.isa, self.rank, self.num_ranks, self.backend, reason,

@@ -61,7 +61,7 @@ PACKAGE_LAYERS = {
     "testing": LEAVES | {"", "heap", "layout", "reference", "testing"},
     # The reference layer knows of the rest only what any engine may: what `import dcpkernels` has, and layout.
     "kimi_k3": LEAVES | {"", "layout", "kimi_k3"},
-    "integrations": LEAVES | {"", "integrations"},
+    "integrations": LEAVES | {"", "env", "integrations"},
     "cli": LEAVES | {"", "env", "layout", "reference", "testing", "cli", "kimi_k3", "planner", "_backend", "heap.memory"},
     # It looks at what heaps stand on, too.
     "cli.doctor": LEAVES
