@@ -198,13 +198,15 @@ def test_micro_batches_have_lanes_of_their_own():
         outs, lses = inputs(2, 4)
 
         def step(rank):
-            views = []
-            for lanes.now in (0, 1):
-                views.append(managers[rank].query_gather(torch.full((4, HEADS, DQ), float(lanes.now))))
-            assert [view.unique().tolist() for view in views] == [[0.0], [1.0]]
             merged = []
-            for lanes.now in (0, 1):
-                merged.append(managers[rank].combine(outs[rank], lses[rank]))
+            for _ in range(2):  # a merge on the wrong lane leaves that lane's query in use, which the next gather tells
+                views = []
+                for lanes.now in (0, 1):
+                    views.append(managers[rank].query_gather(torch.full((4, HEADS, DQ), float(lanes.now))))
+                assert [view.unique().tolist() for view in views] == [[0.0], [1.0]]
+                merged = []
+                for lanes.now in (0, 1):
+                    merged.append(managers[rank].combine(outs[rank], lses[rank]))
             return merged
 
         results = ranks.run(step)
