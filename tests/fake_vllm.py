@@ -129,7 +129,10 @@ def make_manager(dcp: ModuleType, group_of: Any) -> type:
                 workspace.dtype,
                 self.num_ubatches,
             )
-            self.kv_gather = (lambda *tensors: "vllm's kv") if made is None else made.gather
+            self._kv_gather = (lambda *tensors: "vllm's kv") if made is None else made.gather
+
+        def kv_gather(self, gathered_kv, local_kv):
+            return self._kv_gather(gathered_kv, local_kv)
 
     return MLADCPManager
 

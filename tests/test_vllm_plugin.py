@@ -15,6 +15,7 @@ import torch
 
 from dcpkernels import reference
 from dcpkernels.integrations import vllm as plugin
+from dcpkernels.integrations.vllm_context import chunk_plan, context_gather
 from dcpkernels.testing import ThreadGroup, assert_merge_close, merge_inputs
 from tests import fake_vllm
 
@@ -232,6 +233,63 @@ def test_context_is_gathered_rank_by_rank(num_ranks):
 
             assert all(torch.equal(rows, local.flatten(0, 1)) for rows in ranks.run(step))
     assert plugin.calls()["kv_gather"] == 4 * num_ranks
+
+
+def chunk_of(starts, lengths, num_ranks, interleave):
+    """A ContextChunk with the fields that count, as vLLM's build_mla_chunked_context_metadata makes them: rows `starts[s]` ..
+    of each request, where starts are whole turns over the ranks."""
+    turn = num_ranks * interleave
+
+    def padded(rows):
+        return -(-rows // turn) * interleave
+
+    local_starts = [padded(start) for start in starts]
+    ends = [padded(start + length) for start, length in zip(starts, lengths, strict=True)]
+    return SimpleNamespace(
+        local_starts=local_starts,
+        padded_local_seq_lens=[end - start for start, end in zip(local_starts, ends, strict=True)],
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        num_context_tokens=sum(lengths),
+    )
+
+
+@pytest.mark.parametrize("interleave", [1, 4, 16])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_context_is_gathered_in_sequence_order(num_ranks, interleave):
+    """Whole requests, the middle of one and the end of one, from caches whose other rows are NaN."""
+    block, totals = 16, [100, 400, 1]
+    context = [torch.randn(total, DQ) for total in totals]
+    caches, tables = [], []
+    for rank in range(num_ranks):
+        cache, table = torch.full((80, block, DQ), float("nan")), torch.randperm(80)[:75].to(torch.int32).view(3, 25)
+        for rows, blocks in zip(context, table, strict=True):
+            mine = rows[torch.arange(len(rows)) // interleave % num_ranks == rank]
+            for slot, row in enumerate(mine):
+                cache[blocks[slot // block], slot % block] = row
+        caches.append(cache)
+        tables.append(table)
+    turn = num_ranks * interleave
+    with engine(num_ranks) as ranks:
+        managers = ranks.managers()
+        buffer = torch.zeros(600 * num_ranks + 600, DQ)
+        ranks.run(lambda rank: managers[rank].init_kv_gather(buffer, 600 * num_ranks))
+        for starts, lengths in (([0, 0, 0], totals), ([turn, 3 * turn, 0], [7, 130, 1]), ([0, 2 * turn, 0], [1, 1, 1])):
+
+            def step(rank, starts=starts, lengths=lengths):
+                gather = context_gather(managers[rank])
+                chunk = chunk_of(starts, lengths, num_ranks, interleave)
+                out = torch.empty(chunk.num_context_tokens, DQ)
+                plans = set()
+                for _ in range(2):  # layers
+                    plan = chunk_plan(chunk, tables[rank], block_size=block, interleave=interleave, gather=gather)
+                    gather.gather_in_order(out, caches[rank], plan)
+                    plans.add(id(plan))
+                assert len(plans) == 1
+                return out
+
+            parts = zip(context, starts, lengths, strict=True)
+            expected = torch.cat([rows[start : start + length] for rows, start, length in parts])
+            assert all(torch.equal(out, expected) for out in ranks.run(step))
 
 
 # -- grouped-query attention, which has no manager

@@ -216,7 +216,8 @@ class LseReduce:
 
 
 class KVGather:
-    """The gather of one chunk of context, rank by rank as vLLM's caller expects it: the rows of rank 0, of rank 1, ..."""
+    """The gather of one chunk of context: rank by rank, as vLLM's own caller expects it (the rows of rank 0, of rank 1, ...),
+    or in sequence order, from the paged cache (`vllm_context`)."""
 
     def __init__(self, owner: Collectives, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -232,6 +233,15 @@ class KVGather:
             local_kv.unsqueeze(0), self._plan(num_rows), 0, workspace=self.workspace, lane=self._lane()
         )
         gathered_kv.copy_(rows)
+        self._num_calls["kv_gather"] += 1
+
+    def gather_in_order(self, out: torch.Tensor, kv_cache: torch.Tensor, plan: KVGatherPlan) -> None:
+        """out [rows of the plan, Dkv]; kv_cache [num_blocks, block_size, Dkv], this rank's, of which plan.block_size divides
+        block_size. Plans have one chunk."""
+        if kv_cache.shape[1] != plan.block_size:
+            kv_cache = kv_cache.unflatten(1, (-1, plan.block_size)).flatten(0, 1)
+        rows = dcpkernels.kv_gather(kv_cache, plan, 0, workspace=self.workspace, lane=self._lane())
+        out.copy_(rows)
         self._num_calls["kv_gather"] += 1
 
     def _plan(self, num_rows: int) -> KVGatherPlan:
