@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from dcpkernels import layout
 from dcpkernels.errors import DcpUnsupported
 from dcpkernels.integrations import vllm_cpu
+from dcpkernels.integrations.vllm_cpu_context import across_ranks
 from dcpkernels.integrations.vllm_cpu_ops import CHUNK, gather_context, mla_decode, slot_mapping
 
 BLOCK = 16
@@ -113,7 +115,7 @@ def test_attention_over_pages(dtype, lens):
 @pytest.fixture
 def modules(monkeypatch):
     """Modules with the names that `register` looks for."""
-    seen = SimpleNamespace(registered=[], slots=[], updated=[])
+    seen = SimpleNamespace(registered=[], slots=[], updated=[], gathered=[])
 
     class BlockTable:
         slot_mapping_mode = SimpleNamespace(name="TOKEN_TO_KV_SLOT")
@@ -142,12 +144,16 @@ def modules(monkeypatch):
 
     class CPUMLAImpl:
         def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer): ...
+        def _compute_prefill_context(self, q, kv_c_and_k_pe_cache, attn_metadata, k_scale): ...
 
     def register_backend(backend, class_path=None, is_mamba=False):
         seen.registered.append((backend, class_path))
 
     def cp_gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts=None):
         raise AttributeError("no such op")
+
+    def gather_mla_context_cache_cpu(*, src_cache, dst, block_table, starts, cu_seq_lens):
+        seen.gathered.append(dst)
 
     contents = {
         "vllm.v1.attention.backends.registry": {
@@ -156,7 +162,10 @@ def modules(monkeypatch):
         },
         "vllm.v1.attention.backends.mla.cpu_mla": {"CPUMLABackend": CPUMLABackend, "CPUMLAImpl": CPUMLAImpl},
         "vllm.v1.worker.block_table": {"BlockTable": BlockTable},
-        "vllm._custom_ops": {"cp_gather_cache": cp_gather_cache},
+        "vllm._custom_ops": {
+            "cp_gather_cache": cp_gather_cache,
+            "gather_mla_context_cache_cpu": gather_mla_context_cache_cpu,
+        },
         "vllm.platforms.cpu": {"CpuPlatform": CpuPlatform},
     }
     for name in contents:
@@ -213,6 +222,29 @@ def test_the_gather_takes_the_requests_that_it_is_told(modules):
     assert torch.equal(out[:5], cache[2, :5]) and not out[5:].any()
 
 
+def test_context_is_gathered_across_ranks_where_it_is_asked_for(modules):
+    """Chunk by chunk, in this thread; before, behind and after an error vLLM's own gather runs."""
+    vllm_cpu.register()
+    gather = modules.named["vllm._custom_ops"].gather_mla_context_cache_cpu
+    plans, taken = [SimpleNamespace(), SimpleNamespace()], []
+    chunks = [SimpleNamespace(request_slice=slice(i, i + 1), _dcpkernels_plan=plan) for i, plan in enumerate(plans)]
+    ours = SimpleNamespace(gather_in_order=lambda out, cache, plan: taken.append((out, cache, plan)))
+    cache, outs = torch.zeros(4, BLOCK, 8), [torch.zeros(3, 8) for _ in range(4)]
+    unused = {"block_table": None, "starts": None, "cu_seq_lens": None}
+    gather(src_cache=cache, dst=outs[0], **unused)
+    with across_ranks(SimpleNamespace(chunks=chunks), torch.zeros(2, 4, dtype=torch.int32), ours, 1):
+        gather(src_cache=cache, dst=outs[1], **unused)
+        gather(src_cache=cache, dst=outs[2], **unused)
+        other = threading.Thread(target=gather, kwargs={"src_cache": cache, "dst": outs[0], **unused})
+        other.start()
+        other.join()
+    with pytest.raises(ZeroDivisionError), across_ranks(SimpleNamespace(chunks=chunks), None, ours, 1):
+        _ = 1 / 0
+    gather(src_cache=cache, dst=outs[3], **unused)
+    assert [(out is outs[i + 1], plan is plans[i]) for i, (out, _, plan) in enumerate(taken)] == [(True, True)] * 2
+    assert [next(i for i, out in enumerate(outs) if out is dst) for dst in modules.seen.gathered] == [0, 0, 3]
+
+
 def test_chunks_stay_as_asked_with_dcp_only(modules):
     vllm_cpu.register()
     sharded, whole, other = config(2), config(1), config(2, use_mla=False)
@@ -233,8 +265,10 @@ def test_chunks_stay_as_asked_with_dcp_only(modules):
         ("vllm.v1.attention.backends.registry", None, "register_backend"),
         ("vllm.v1.worker.block_table", "BlockTable", "compute_slot_mapping"),
         ("vllm._custom_ops", None, "cp_gather_cache"),
+        ("vllm._custom_ops", None, "gather_mla_context_cache_cpu"),
         ("vllm.platforms.cpu", "CpuPlatform", "check_and_update_config"),
         ("vllm.v1.attention.backends.mla.cpu_mla", "CPUMLAImpl", "forward_mqa"),
+        ("vllm.v1.attention.backends.mla.cpu_mla", "CPUMLAImpl", "_compute_prefill_context"),
     ],
 )
 def test_nothing_is_replaced_where_a_signature_differs(modules, monkeypatch, module, owner, name):

@@ -3,7 +3,8 @@ and is added by `register`:
 
     attention that returns the LSE      the backend CPU_MLA is a subclass of vLLM's, `vllm_cpu_backend`
     slots of new tokens over ranks      BlockTable.compute_slot_mapping
-    gather of context                   vllm._custom_ops.cp_gather_cache, where vLLM's build has no such op
+    gather of context                   in sequence order, `vllm_cpu_context`; and vllm._custom_ops.cp_gather_cache, where
+                                        vLLM's build has no such op, for vLLM's own gather
     chunked prefill, prefix caching     CpuPlatform.check_and_update_config, which turns them off for MLA
 
 An engine without DCP runs vLLM's own code in each of these.
@@ -21,6 +22,7 @@ import torch
 
 from dcpkernels.errors import DcpUnsupported
 from dcpkernels.integrations.vllm import check_signature
+from dcpkernels.integrations.vllm_cpu_context import replace_gather
 from dcpkernels.integrations.vllm_cpu_ops import gather_context, slot_mapping
 
 _log = logging.getLogger("vllm.dcpkernels")
@@ -39,6 +41,12 @@ SIGNATURES = (
     ),
     ("vllm.v1.worker.block_table", "BlockTable.compute_slot_mapping", "self num_reqs query_start_loc positions"),
     ("vllm._custom_ops", "cp_gather_cache", "src_cache dst block_table cu_seq_lens batch_size seq_starts"),
+    ("vllm._custom_ops", "gather_mla_context_cache_cpu", "src_cache dst block_table starts cu_seq_lens"),
+    (
+        "vllm.v1.attention.backends.mla.cpu_mla",
+        "CPUMLAImpl._compute_prefill_context",
+        "self q kv_c_and_k_pe_cache attn_metadata k_scale",
+    ),
     ("vllm.platforms.cpu", "CpuPlatform.check_and_update_config", "vllm_config"),
 )
 
@@ -60,6 +68,7 @@ def register() -> None:
     registry.register_backend(cpu_mla, BACKEND)
     _replace_slot_mapping(block_table.BlockTable)
     _add_gather(modules["vllm._custom_ops"])
+    replace_gather(modules["vllm._custom_ops"])
     _keep_chunks(modules["vllm.platforms.cpu"].CpuPlatform, cpu_mla)
 
 

@@ -13,6 +13,8 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from dcpkernels.errors import DcpInvalidArgument
+from dcpkernels.integrations.vllm_context import context_gather
+from dcpkernels.integrations.vllm_cpu_context import across_ranks
 from dcpkernels.integrations.vllm_cpu_ops import mla_decode
 
 
@@ -49,6 +51,23 @@ class DcpCPUMLAImpl(CPUMLAImpl):
             scale=self.scale,
             value_dim=self.kv_lora_rank,
         )
+
+    def _context_parallel_compute_prefill_context(
+        self,
+        q: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        k_scale: torch.Tensor,
+        dcp_world_size: int,
+        **others: Any,
+    ) -> Any:
+        prefill = attn_metadata.prefill
+        chunked, arguments = prefill.chunked_context, (q, kv_c_and_k_pe_cache, attn_metadata, k_scale)
+        gather = context_gather(chunked.dcp_manager)
+        if gather is None:  # vLLM's own gather, which knows the order of ranks only
+            return super()._context_parallel_compute_prefill_context(*arguments, dcp_world_size, **others)
+        with across_ranks(chunked, prefill.block_table, gather, self.cp_kv_cache_interleave_size):
+            return self._compute_prefill_context(*arguments)
 
 
 class DcpCPUMLABackend(CPUMLABackend):
