@@ -23,6 +23,7 @@ from dcpkernels.integrations.flashinfer import (
 from dcpkernels.testing import assert_merge_close, run_ranks
 from tests.a2a_calls import same_bits
 from tests.drop_in_calls import BASES, containers, copies, crossed, partials
+from tests.test_readme import blocks, run_script, script
 
 EMPTY = {"all ranks, -inf": (None, -math.inf), "rank 0, NaN": (0, math.nan), "rank 1, +inf": (1, math.inf)}
 
@@ -310,3 +311,7 @@ def test_no_state_of_the_module():
         assert isinstance(workspaces[0].workspace, dcpkernels.Workspace)
 
     run_ranks(body, 2)
+
+
+def test_the_example_of_the_page(tmp_path):
+    assert run_script(tmp_path, script("docs/flashinfer.md", "drop_in.py")) in blocks("docs/flashinfer.md", "text")

@@ -20,6 +20,7 @@ from dcpkernels.integrations.sglang import DcpComm, DirectSymmA2AWorkspace, esti
 from dcpkernels.testing import assert_merge_close, run_ranks
 from tests.a2a_calls import same_bits
 from tests.drop_in_calls import containers, copies, crossed, partials
+from tests.test_readme import blocks, run_script, script
 
 empty = inspect.Parameter.empty
 BASES = {True: "e", False: "2"}
@@ -345,3 +346,7 @@ def test_processes():
 
 def test_no_state_of_the_module():
     assert containers(sglang) == []
+
+
+def test_the_example_of_the_page(tmp_path):
+    assert run_script(tmp_path, script("docs/sglang.md", "sglang_step.py")) in blocks("docs/sglang.md", "text")
