@@ -414,7 +414,7 @@ def test_wrong_arguments():
 
 def test_the_example_of_the_docs(tmp_path):
     page = (ROOT / "docs/torch_compile.md").read_text()
-    (example,), (printed,) = (
+    (example, _), (printed,) = (  # the second one: test_compiled_step.py
         re.findall(rf"^```{kind}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE) for kind in ("python", "text")
     )
     file = tmp_path / "compiled.py"
