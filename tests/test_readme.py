@@ -106,6 +106,11 @@ def test_the_examples_of_the_gathers_print_what_the_page_says(tmp_path: Path, na
     assert run_script(tmp_path, script("docs/gathers.md", name)) in blocks("docs/gathers.md", "text")
 
 
+def test_the_example_for_engines_prints_what_the_page_says(tmp_path: Path) -> None:
+    assert len(blocks("docs/engines.md", "python")) == 1
+    assert [run_script(tmp_path, script("docs/engines.md", "engine.py"))] == blocks("docs/engines.md", "text")
+
+
 def test_the_sizes_in_the_docs_are_those_of_the_code(tmp_path: Path) -> None:
     printed = run_script(tmp_path, script("docs/workspace.md", "size.py"))
     assert printed in blocks("docs/workspace.md", "text")

@@ -65,13 +65,14 @@ _TIMED = tuple(
     for who, change in (("ours", ""), ("vllms", "vllms_collectives"))
 )
 _VLLMS = Run("vllms", change="vllms_collectives")
+_RANK_ORDER = Run("rank_order", change="context_in_rank_order")
 _SABOTAGE = tuple(Run(name, change=name) for name in SABOTAGE)
 
 TWO_RANKS = (
     Engine("tp2", CPU_MLA | WHOLE),
     Engine("dcp2", dcp(2, 1) | WHOLE, (Run("greedy"), *_TIMED)),
     Engine("dcp2_ag_rs_interleave_16", dcp(2, 16, "ag_rs") | WHOLE, poisoned=True),
-    Engine("dcp2_chunked", dcp(2, 1) | CHUNKED, (Run("greedy"), _VLLMS, *_SABOTAGE, Run("again"))),
+    Engine("dcp2_chunked", dcp(2, 1) | CHUNKED, (Run("greedy"), _VLLMS, _RANK_ORDER, *_SABOTAGE, Run("again"))),
     Engine(
         "dcp2_chunked_interleave_16",
         dcp(2, 16) | CHUNKED | {"enable_prefix_caching": True},

@@ -108,6 +108,14 @@ def steps_between(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 comparison = {"elements": 0, "different": 0, "steps": 0}
 
 
+def context_in_rank_order(manager: Any) -> None:
+    """Ours, called as vLLM calls its own on GPUs: the backend for CPUs does not see that it is ours, and leaves the order to
+    vLLM."""
+    if gathers_context(manager):
+        gather = manager._kv_gather
+        manager._kv_gather = lambda gathered, local: gather(gathered, local)
+
+
 # -- sabotage: our op runs, and what it returns is then made wrong
 
 
@@ -143,7 +151,14 @@ def context_of_wrong_ranks(manager: Any) -> None:
 
 CHANGES: dict[str, Callable[[Any], None]] = {
     function.__name__: function
-    for function in (vllms_collectives, compared, merge_own_part_only, query_of_wrong_ranks, context_of_wrong_ranks)
+    for function in (
+        vllms_collectives,
+        compared,
+        context_in_rank_order,
+        merge_own_part_only,
+        query_of_wrong_ranks,
+        context_of_wrong_ranks,
+    )
 }
 
 

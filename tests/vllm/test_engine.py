@@ -118,6 +118,12 @@ def test_vllms_own_collectives_are_told_from_ours(two):
         assert not any(rank["dcp2_chunked"]["runs"]["vllms"]["calls"].values())
 
 
+def test_context_in_the_order_of_ranks_is_ours_too(two):
+    for rank in two:
+        runs = rank["dcp2_chunked"]["runs"]
+        assert runs["rank_order"]["calls"] == runs["greedy"]["calls"] and runs["greedy"]["calls"]["kv_gather"] > 0
+
+
 @pytest.mark.parametrize("name", SABOTAGE)
 def test_sabotage_is_noticed(two, name):
     for rank in two:
