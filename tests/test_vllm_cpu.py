@@ -109,6 +109,17 @@ def test_attention_over_pages(dtype, lens):
         torch.testing.assert_close(out[t].double(), expected, rtol=bits, atol=2e-6 * float(keys[t].abs().max()))
 
 
+def test_a_first_chunk_that_outweighs_the_second_by_more_than_fp32_can_say():
+    keys = torch.randn(2 * CHUNK, 8) * 0.01
+    keys[3] = 15.0
+    query = torch.full((1, 2, 8), 1.0)  # scores of 120 and of about 0: their ratio, e^120, is infinite
+    tables = torch.arange(2 * CHUNK // BLOCK, dtype=torch.int32)[None]
+    cache = keys.view(-1, BLOCK, 8)
+    out, lse = mla_decode(query, cache, tables, torch.tensor([2 * CHUNK]), scale=1.0, value_dim=4)
+    torch.testing.assert_close(out, torch.full((1, 2, 4), 15.0))
+    torch.testing.assert_close(lse, torch.full((1, 2), 120.0))
+
+
 # -- what is replaced
 
 
