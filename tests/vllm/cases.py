@@ -54,7 +54,7 @@ def dcp(num_ranks: int, interleave: int, comm: str = "a2a") -> dict[str, Any]:
 
 
 # Each of them makes the answers wrong, or the test would not notice what it stands for.
-SABOTAGE = ("merge_own_part_only", "query_of_wrong_ranks", "context_of_wrong_ranks")
+SABOTAGE = ("merge_own_part_only", "query_of_wrong_ranks", "context_of_own_rank_only", "slab_of_wrong_ranks")
 
 _MANY = Run("many", MANY_PROMPTS, 40)
 NUM_TURNS = 5
@@ -65,14 +65,14 @@ _TIMED = tuple(
     for who, change in (("ours", ""), ("vllms", "vllms_collectives"))
 )
 _VLLMS = Run("vllms", change="vllms_collectives")
-_RANK_ORDER = Run("rank_order", change="context_in_rank_order")
+_SLAB = Run("slab", change="context_by_slab")
 _SABOTAGE = tuple(Run(name, change=name) for name in SABOTAGE)
 
 TWO_RANKS = (
     Engine("tp2", CPU_MLA | WHOLE),
     Engine("dcp2", dcp(2, 1) | WHOLE, (Run("greedy"), *_TIMED)),
     Engine("dcp2_ag_rs_interleave_16", dcp(2, 16, "ag_rs") | WHOLE, poisoned=True),
-    Engine("dcp2_chunked", dcp(2, 1) | CHUNKED, (Run("greedy"), _VLLMS, _RANK_ORDER, *_SABOTAGE, Run("again"))),
+    Engine("dcp2_chunked", dcp(2, 1) | CHUNKED, (Run("greedy"), _SLAB, _VLLMS, *_SABOTAGE, Run("again"))),
     Engine(
         "dcp2_chunked_interleave_16",
         dcp(2, 16) | CHUNKED | {"enable_prefix_caching": True},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -108,14 +109,6 @@ def steps_between(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 comparison = {"elements": 0, "different": 0, "steps": 0}
 
 
-def context_in_rank_order(manager: Any) -> None:
-    """Ours, called as vLLM calls its own on GPUs: the backend for CPUs does not see that it is ours, and leaves the order to
-    vLLM."""
-    if gathers_context(manager):
-        gather = manager._kv_gather
-        manager._kv_gather = lambda gathered, local: gather(gathered, local)
-
-
 # -- sabotage: our op runs, and what it returns is then made wrong
 
 
@@ -137,7 +130,24 @@ def query_of_wrong_ranks(manager: Any) -> None:
     manager.query_gather = lambda query: gather(query).unflatten(1, (num_ranks, -1)).flip(1).flatten(1, 2)
 
 
-def context_of_wrong_ranks(manager: Any) -> None:
+def context_of_own_rank_only(manager: Any) -> None:
+    """With two ranks and interleave 1 neighbours are of different ranks. (To swap them would change nothing: attention does
+    not ask for the order of what it sees all of.)"""
+    if not gathers_context(manager):
+        return
+    wrong = copy.copy(manager._kv_gather.__self__)
+
+    class WrongGather(type(wrong)):
+        def gather_in_order(self, out, cache, plan):
+            super().gather_in_order(out, cache, plan)
+            pairs, rank = out[: len(out) // 2 * 2].unflatten(0, (-1, 2)), manager.group.rank_in_group
+            pairs[:, 1 - rank] = pairs[:, rank]
+
+    wrong.__class__ = WrongGather
+    manager._kv_gather = wrong.gather
+
+
+def slab_of_wrong_ranks(manager: Any) -> None:
     if not gathers_context(manager):
         return
     gather, num_ranks = manager._kv_gather, manager.group.world_size
@@ -149,15 +159,25 @@ def context_of_wrong_ranks(manager: Any) -> None:
     manager._kv_gather = gather_wrong
 
 
+# -- the other way of context
+
+
+def context_by_slab(manager: Any) -> None:
+    """vLLM's own way, whose gather is ours: rank by rank. It cannot tell whose the function is, and takes that way."""
+    if gathers_context(manager):
+        manager._kv_gather = functools.partial(manager._kv_gather)
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     function.__name__: function
     for function in (
         vllms_collectives,
         compared,
-        context_in_rank_order,
         merge_own_part_only,
         query_of_wrong_ranks,
-        context_of_wrong_ranks,
+        context_of_own_rank_only,
+        slab_of_wrong_ranks,
+        context_by_slab,
     )
 }
 

@@ -36,6 +36,7 @@ def main(job: dict[str, Any]) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process
     }
+    name_shared_memory()
     results: dict[str, Any] = {}
     for engine, port in zip(engines, job["ports"], strict=True):
         os.environ["MASTER_PORT"] = str(port)  # in the old store the next engine would find keys of this one
@@ -49,6 +50,15 @@ def main(job: dict[str, Any]) -> None:
                 raise
     results["modules"] = sorted(name for name in sys.modules if name.startswith("dcpkernels.integrations"))
     Path(job["results"], f"{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+def name_shared_memory() -> None:
+    """vLLM names the shared memory of its all-reduce after how ranks meet, which under external_launcher is the same for all
+    engines of a machine: a second one at the same time, or one after another that was killed, would not start."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    vllms = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: f"{vllms(group)}-{os.environ['MASTER_PORT']}")
 
 
 def run_engine(engine: Engine, model: str, num_ranks: int) -> dict[str, Any]:
