@@ -25,7 +25,8 @@ void Execution::plain(const void* p, size_t num_bytes, bool writes) {
   const uint32_t unit = 1u << shape.granule_shift();
   for (uint32_t at = offset / unit * unit; at < offset + num_bytes; at += unit) {
     if (shape.granule_at(at) == kNone) shape.add_granule(at);
-    if (!model.has_granule(shape.granule_at(at))) {
+    const bool is_new = shape.add_plain(shape.granule_at(at), t, writes);
+    if ((is_new && !may_grow_) || !model.has_granule(shape.granule_at(at))) {
       grow();
       leave_for_good();
     }

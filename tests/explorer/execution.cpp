@@ -37,6 +37,7 @@ void Execution::open(const Program& program, const Options& options, bool all_ar
   make_fates();
   model.make(num_threads_, all_are_shared, may_grow);
   model.doubts.are_kept = options.races_are_doubts;
+  canonical_.make(model, options.allows_unordered_stores);
 }
 
 void Execution::reset(int fate) {
@@ -109,11 +110,13 @@ void Execution::enter_function() {
 }
 void Execution::leave_function() { --threads_[running].depth; }
 
-// Of a loop in the function that was entered last.
+// Of a loop in the function that was entered last; or in its caller, if it is one that pauses and no more.
 void Execution::yield() {
   ThreadState& self = threads_[running];
-  self.looks_cleanly = self.depth > 0 && self.depth <= kMaxDepth &&
-                       model.forget_reads_before(running, self.reads_at_entry[self.depth - 1]);
+  int of = self.depth - 1;
+  if (of > 0 && of < kMaxDepth && self.reads_at_entry[of] == model.num_reads(running)) --of;
+  self.looks_cleanly =
+      of >= 0 && of < kMaxDepth && model.forget_reads_before(running, self.reads_at_entry[of]);
   park(Kind::kAwait);
   threads_[running].looks_cleanly = false;
 }

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "canonical.h"
 #include "explorer.h"
 #include "fiber.h"
 #include "model.h"
@@ -55,7 +56,7 @@ struct Transition {
   bool operator==(const Transition&) const = default;
 };
 
-inline constexpr int kMaxDepth = 24;
+inline constexpr int kMaxDepth = 48;
 
 struct ThreadState {
   Pending pending;
@@ -173,6 +174,7 @@ class Execution {
   int num_threads_ = 0;
   std::vector<Fate> fates_;
   std::vector<char> initial_memory_;
+  Canonical canonical_;
   Fiber fibers_[kMaxThreads];
 
   // The state of the execution, beside the model and memory.

@@ -138,6 +138,7 @@ struct Scenario {
 
 // PROGRAM SCENARIO [KEY=VALUE ...] [MODE] [OPTIONS]
 //   --exhaustive         (default) every execution, with the reduction; --brute-force: without it
+//   --search-alone       what samples find while they learn the shape does not count
 //   --random N           N executions, each choice uniformly at random
 //   --pct N --depth D    N executions by random priorities of threads, which change D times
 //   --seed S             of the first execution; the next ones have S + 1, ...

@@ -16,14 +16,14 @@ struct alignas(64) Word {
   uint64_t value;
 };
 struct Memory {
-  Word x, y, plain;
+  Word x, y, plain, second;
   Word r[4];  // what threads read
   uint32_t futex[16];
 };
 
 // Orders come from the command line, so that one program is the correct one and the broken one.
 struct Orders {
-  int store, load, seed, num_accesses;
+  int store, load, seed, num_accesses, num_plain, first, second;
 };
 inline __attribute__((always_inline)) uint64_t load(const Word& word, int order) {
   switch (order) {
@@ -180,6 +180,25 @@ void atomic_race(Memory& m, int t, Orders o) {
   if (t == 0) return store(m.x, 1, o.store);
   m.r[0].value = m.x.value;
 }
+// The plain access comes after the atomic one in every execution, and is not ordered behind it.
+template <bool kStores>
+void late_race(Memory& m, int t, Orders o) {
+  if (t == 0) {
+    if (kStores) {
+      store(m.x, 1, kRelaxed);
+    } else {
+      m.r[1].value = load(m.x, kRelaxed);
+    }
+    store(m.y, 1, o.store);
+  } else {
+    while (load(m.y, o.load) == 0) explorer::await();
+    if (kStores) {
+      m.r[0].value = m.x.value;
+    } else {
+      m.x.value = 1;
+    }
+  }
+}
 // Two threads of one rank.
 void joined(Memory& m, int t, Orders) {
   if (t == 0) m.plain.value = 5;
@@ -208,7 +227,8 @@ void patience(Memory& m, int t, Orders o) {
   m.r[0].value = 1;
 }
 
-// A program by its number: each thread makes a few random accesses.
+// A program by its number: each thread makes a few random accesses. With num_plain some of them are plain, there is
+// a join between them, and each thread tells the last value that it has read, and whether a plain load has raced.
 void random_accesses(Memory& m, int t, Orders o) {
   auto draw = [state = uint64_t(o.seed) * 8 + uint64_t(t)](int end) mutable {
     uint64_t x = state += 0x9e3779b97f4a7c15u;
@@ -218,14 +238,24 @@ void random_accesses(Memory& m, int t, Orders o) {
   };
   uint64_t seen = 0;
   for (int i = 0; i < o.num_accesses; ++i) {
+    if (o.num_plain > 0 && i == o.num_accesses / 2) explorer::join();
     Word& word = draw(2) == 0 ? m.x : m.y;
-    const int kind = draw(6), order = draw(3);
+    const int kind = draw(6 + o.num_plain), order = draw(3);
     const uint64_t value = uint64_t(10 * t + i + 1);
     uint64_t read = 0, expected = uint64_t(draw(2));
     if (kind < 2) {
       read = load(word, order == 0 ? kRelaxed : order == 1 ? __ATOMIC_ACQUIRE : __ATOMIC_SEQ_CST);
     } else if (kind < 4) {
       store(word, value, order == 0 ? kRelaxed : order == 1 ? __ATOMIC_RELEASE : __ATOMIC_SEQ_CST);
+    } else if (kind >= 6) {
+      // Each of the two has one thread that stores to it: what races is a load, and that is a doubt.
+      volatile uint64_t& plain = order == 0 ? m.plain.value : m.second.value;
+      if (t == (order == 0 ? 0 : 1)) {
+        plain = value;
+      } else {
+        [[maybe_unused]] const uint64_t forgotten = plain;
+      }
+      continue;
     } else if (kind == 4) {
       read = order == 0 ? __atomic_fetch_add(&word.value, value, __ATOMIC_RELAXED)
                         : __atomic_fetch_add(&word.value, value, __ATOMIC_ACQ_REL);
@@ -233,9 +263,95 @@ void random_accesses(Memory& m, int t, Orders o) {
       read = expected;
       __atomic_compare_exchange_n(&word.value, &read, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
     }
-    seen = seen * 100 + read;
+    // What a thread forgets, the state must not.
+    seen = o.num_plain > 0 ? read : seen * 100 + read;
+  }
+  if (o.num_plain > 0) {
+    explorer::join_all();
+    seen = seen * 2 + (explorer::has_doubt() ? 1 : 0);
   }
   m.r[t].value = seen;
+}
+
+// ---- what a thread has forgotten, its view has not: ways that meet in one place, and then show different things
+
+__attribute__((noinline)) void look(const Word& word, int order) { load(word, order); }
+// Ends no way, but makes a state of the search.
+void pause() { explorer::choose(2, "nothing"); }
+
+// Kinds of accesses: plain store, plain load, atomic store, atomic load.
+void access(Word& word, int kind) {
+  if (kind == 0) word.value = 1;
+  if (kind == 1) [[maybe_unused]]
+    const volatile uint64_t read = word.value;
+  if (kind == 2) store(word, 1, kRelaxed);
+  if (kind == 3) load(word, kRelaxed);
+}
+// Whether the second access is ordered behind the first one, only the view knows.
+void unseen_race(Memory& m, int t, Orders o) {
+  if (t == 0) {
+    access(m.plain, o.first);
+    return store(m.x, 1, o.store);
+  }
+  look(m.x, o.load);
+  pause();
+  access(m.plain, o.second);
+}
+// The same of what a store has released: thread 1 has seen x, or not, when it stores to y and is gone. Thread 3, which
+// may read y too, knows of x in any case.
+void unseen_release(Memory& m, int t, Orders o) {
+  if (t == 0) {
+    m.plain.value = 1;
+    return store(m.x, 1, o.store);
+  }
+  if (t == 1) {
+    look(m.x, o.load);
+    return store(m.y, 1, o.store);
+  }
+  while (load(t == 2 ? m.y : m.x, o.load) == 0) explorer::await();
+  pause();
+  if (t == 3) return look(m.y, o.load);
+  m.r[2].value = m.plain.value;
+}
+// Thread 1 knows of the first store of thread 0, or of both; thread 2, what thread 1 knows.
+void unseen_second(Memory& m, int t, Orders o) {
+  if (t == 0) {
+    m.plain.value = 1;
+    store(m.x, 1, o.store);
+    m.second.value = 1;
+    return store(m.x, 2, o.store);
+  }
+  while (load(t == 1 ? m.x : m.y, o.load) == 0) explorer::await();
+  pause();
+  if (t == 1) return store(m.y, 1, o.store);
+  m.r[2].value = m.plain.value + m.second.value;
+}
+void unseen_floor(Memory& m, int t, Orders) {
+  if (t == 0) return store(m.x, 1, kRelaxed);
+  look(m.x, kRelaxed);
+  pause();
+  m.r[0].value = load(m.x, kRelaxed);
+}
+// A store that is not the newest, and one that is, but not to seq_cst loads alone.
+void unseen_value(Memory& m, int t, Orders) {
+  if (t == 0) {
+    store(m.x, uint64_t(explorer::choose(2, "value")) + 1, kRelaxed);
+    return store(m.x, 3, kRelaxed);
+  }
+  pause();
+  m.r[0].value = load(m.x, kRelaxed);
+}
+void unseen_order(Memory& m, int t, Orders) {
+  if (t == 0) return store(m.x, 1, explorer::choose(2, "order") == 0 ? __ATOMIC_SEQ_CST : kRelaxed);
+  pause();
+  m.r[0].value = load(m.x, __ATOMIC_SEQ_CST);
+}
+// Equal values need no order between them when both are relaxed.
+void unseen_relaxed(Memory& m, int t, Orders) {
+  if (t == 0) return store(m.x, 1, explorer::choose(2, "order") == 0 ? kRelaxed : __ATOMIC_RELEASE);
+  pause();
+  store(m.x, 1, kRelaxed);
+  m.r[0].value = load(m.x, kRelaxed);
 }
 
 // 1: it came, 2: the deadline passed.
@@ -261,10 +377,12 @@ class Litmus : public explorer::Program {
   Litmus(const Arguments& given, Body body, int num_threads)
       : body_(body),
         orders_{int(given.get("store", __ATOMIC_RELEASE)), int(given.get("load", __ATOMIC_ACQUIRE)),
-                int(given.get("program", 0)), int(given.get("accesses", 3))} {
+                int(given.get("program", 0)), int(given.get("accesses", 3)),
+                int(given.get("plain", 0)), int(given.get("first", 0)), int(given.get("second", 0))} {
     for (int t = 0; t < num_threads; ++t)
       options_.threads.push_back({given.get("one_rank", 0) != 0 ? 0 : t, t});
     options_.counters_carry_knowledge = true;
+    options_.races_are_doubts = orders_.num_plain > 0;
     options_.allows_unordered_stores = given.get("unordered", 0) != 0;
     options_.faults = {uint64_t(given.get("mortal", 0)), int(given.get("deaths", 0)),
                        given.get("deadline", 0), int(given.get("early", 0))};
@@ -316,6 +434,15 @@ int main(int argc, char** argv) {
                              {"lost_wakeup", make<sleeper<false>, 2>},
                              {"plain_race", make<plain_race, 2>},
                              {"atomic_race", make<atomic_race, 2>},
+                             {"late_load", make<late_race<true>, 2>},
+                             {"late_store", make<late_race<false>, 2>},
+                             {"unseen_race", make<unseen_race, 2>},
+                             {"unseen_release", make<unseen_release, 4>},
+                             {"unseen_second", make<unseen_second, 3>},
+                             {"unseen_floor", make<unseen_floor, 2>},
+                             {"unseen_value", make<unseen_value, 2>},
+                             {"unseen_order", make<unseen_order, 2>},
+                             {"unseen_relaxed", make<unseen_relaxed, 2>},
                              {"joined", make<joined, 2>},
                              {"choices", make<choices, 2>},
                              {"patience", make<patience, 2>},

@@ -25,7 +25,7 @@ struct Command {
   std::string mode = "exhaustive", replay;
   uint64_t executions = 0, seed = 1, max_states = 20'000'000;
   int depth = 3;
-  bool reduces = true, merges = true, traces = false;
+  bool reduces = true, merges = true, is_alone = false, traces = false;
 };
 
 int usage(const std::string& message, const std::vector<Scenario>& scenarios) {
@@ -33,7 +33,7 @@ int usage(const std::string& message, const std::vector<Scenario>& scenarios) {
       stderr,
       "%s\nusage: PROGRAM SCENARIO [KEY=VALUE ...] [--exhaustive | --brute-force | --random N | --pct N]\n"
       "  [--depth D] [--seed S] [--replay CHOICES] [--trace] [--max-states N] [--no-reduction] "
-      "[--no-merging]\n"
+      "[--no-merging] [--search-alone]\n"
       "scenarios:",
       message.c_str());
   for (const Scenario& scenario : scenarios) std::fprintf(stderr, " %s", scenario.name);
@@ -60,6 +60,8 @@ std::string parse(int argc, char** argv, const std::vector<Scenario>& scenarios,
       command.reduces = false;
     } else if (word == "--no-merging") {
       command.merges = false;
+    } else if (word == "--search-alone") {
+      command.is_alone = true;
     } else if (word == "--random" || word == "--pct") {
       command.mode = word.substr(2);
       command.executions = number();
@@ -132,7 +134,7 @@ Result run(const Command& command, const Program& program, const Options& option
     return sample(program, options, {command.executions, command.seed, command.mode == "pct", command.depth});
   }
   if (command.mode != "replay")
-    return explore(program, options, {command.max_states, command.reduces, command.merges});
+    return explore(program, options, {command.max_states, command.reduces, command.merges, command.is_alone});
   Result result;
   if (!read_path(command.replay, result.fate, result.path)) {
     result.wrong = {"replay", "no line of choices: " + command.replay};

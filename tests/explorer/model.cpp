@@ -32,7 +32,7 @@ void Model::make(int num_threads, bool all_are_shared, bool may_grow) {
   }
   num_slots_ = uint16_t(slots_.size());
   num_slots_max_ = may_grow ? kMostSlots : slots_.size();
-  num_granules_max_ = may_grow ? kMostGranules : shape.num_granules;
+  num_granules_max_ = may_grow ? kMostGranules : shape.granules.size();
   num_words_max_ = may_grow ? kMostSlots : shape.words.size();
   row_ = (size_t(num_threads) + num_slots_max_ + 15) / 16 * 16;
   slots_.resize(num_slots_max_);
@@ -53,7 +53,7 @@ void Model::reset() {
     uint64_t value;
     load_bytes(shape.arena() + word.offset, word.num_bytes, value);
     slots_[i] = {num_stores_, 1, 0, slots_[i].word};
-    stores_[num_stores_++] = {value, 0, 0, kNone, 0xff, 1};
+    stores_[num_stores_++] = {value, 0, kNone, 0xff, 1};
   }
   std::fill(knowledge_.begin(), knowledge_.end(), 0);
   for (int t = 0; t < num_threads_; ++t) knowledge_of(t)[t] = 1;
@@ -75,7 +75,7 @@ void Model::add_word(uint16_t word) {
   uint64_t value;
   load_bytes(shape.arena() + shape.words[word].offset, shape.words[word].num_bytes, value);
   slots_[num_slots_++] = {num_stores_, 1, 0, word};
-  stores_[num_stores_++] = {value, 0, 0, kNone, 0xff, 1};
+  stores_[num_stores_++] = {value, 0, kNone, 0xff, 1};
 }
 
 void Model::take_plain_store(uint16_t word) {
@@ -158,7 +158,7 @@ void Model::store(int thread, uint16_t word, uint64_t value, bool releases, bool
       }
     }
   }
-  const Store added = {value, index, mine[thread], row, uint8_t(thread), uint8_t(!releases)};
+  const Store added = {value, index, row, uint8_t(thread), uint8_t(!releases)};
   const uint16_t at = uint16_t(slots_[slot_idx].first + slots_[slot_idx].num);
   std::memmove(&stores_[at + 1], &stores_[at], size_t(num_stores_ - at) * sizeof(Store));
   stores_[at] = added;

@@ -41,7 +41,6 @@ namespace explorer {
 struct Store {
   uint64_t value;
   uint16_t index;      // in modification order; 0 is what memory held at the start
-  uint16_t clock;      // of the thread
   uint16_t knowledge;  // a row; kNone: it releases nothing
   uint8_t thread;      // 0xff: before all threads
   uint8_t is_relaxed;
@@ -121,11 +120,9 @@ class Model {
 
   void save(std::vector<char>& to) const;
   const char* restore(const char* from);
-  // Of what the future depends on, for threads of `living`.
-  template <class Hash>
-  void hash(Hash& hash, uint32_t living) const;
 
  private:
+  friend class Canonical;  // what of it the future depends on
   struct Read {
     uint16_t slot, index;
   };
@@ -170,27 +167,5 @@ extern Model model;
 
 // "rank 1 channel 0"; "the start" for none of the threads.
 const std::string& name_of_thread(int thread);
-
-template <class Hash>
-void Model::hash(Hash& hash, uint32_t living) const {
-  for (int i = 0; i < num_slots_; ++i) {
-    const Slot& slot = slots_[i];
-    hash.add(uint64_t(slot.num) << 16 | slot.last_sc);
-    for (int k = slot.first; k < slot.first + slot.num; ++k) {
-      const Store& store = stores_[k];
-      hash.add(store.value);
-      hash.add(uint64_t(store.index) << 32 | uint64_t(store.clock) << 16 | uint64_t(store.thread) << 8 |
-               (store.knowledge == kNone));
-      if (store.knowledge != kNone) hash.add(&rows_[store.knowledge * row_], row_ * sizeof(uint16_t));
-    }
-  }
-  for (int t = 0; t < num_threads_; ++t) {
-    if ((living >> t & 1) != 0) hash.add(knowledge_of(t), row_ * sizeof(uint16_t));
-  }
-  hash.add(&doubts, sizeof(doubts));
-  hash.add(granules_.data(), granules_.size() * sizeof(uint16_t));
-  hash.add(moments_.data(), moments_.size() * sizeof(uint16_t));
-  hash.add(atomics_.data(), atomics_.size() * sizeof(uint16_t));
-}
 
 }  // namespace explorer

@@ -16,6 +16,7 @@ ENGINE = (
     "fiber",
     "shape",
     "model",
+    "canonical",
     "races",
     "execution",
     "accesses",
@@ -29,10 +30,14 @@ ENGINE = (
     "main",
 )
 COMMON = ["-std=c++20", "-g0", "-Wall", "-Wextra", "-Werror", f"-I{HERE}"]
-# As csrc is compiled for its baseline variant. Copies of the C library are calls that the engine sees.
+# As csrc is compiled for its baseline variant. Copies of the C library are calls that the engine sees. Nothing is
+# inlined: what a function has left behind is then gone with its frame, and threads that have come to the same place on
+# different ways are the same.
 INSTRUMENTED = [
     "-O1",
     "-fsanitize=thread",
+    "-fno-inline",
+    "-Dalways_inline=",
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -67,9 +72,11 @@ def build_engine(folder: Path) -> list[Path]:
     return compile_objects(folder / "engine", [HERE / f"{name}.cpp" for name in ENGINE], ["-O2"])
 
 
-def build(folder: Path, name: str, sources: Sequence[Path], *flags: str, csrc: Path = CSRC) -> Path:
+def build(
+    folder: Path, name: str, sources: Sequence[Path], *flags: str, csrc: Path = CSRC, objects: Sequence[Path] = ()
+) -> Path:
     """The program `name` of these sources (scenarios, kernels), which are instrumented, and the engine."""
-    objects = compile_objects(folder / name, sources, [*INSTRUMENTED, f"-I{csrc}", *flags])
+    objects = [*objects, *compile_objects(folder / name, sources, [*INSTRUMENTED, f"-I{csrc}", *flags])]
     program = folder / f"{name}_program"
     command = [*compiler(), *map(str, objects), *map(str, build_engine(folder)), "-o", str(program)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)

@@ -130,7 +130,7 @@ Result learn(const Program& program, const Options& options) {
     result.wrong = execution.wrong();
     if (!result.wrong.kind.empty()) break;
     ++result.executions;
-    const size_t size = shape.words.size() + shape.num_granules;
+    const size_t size = shape.words.size() + shape.granules.size();
     same = size == last_size ? same + 1 : 0;
     last_size = size;
   }

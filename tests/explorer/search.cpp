@@ -169,7 +169,7 @@ void make_step(const Transition& transition, Path& path) {
 
 Result explore(const Program& program, const Options& options, const Limits& limits) {
   Result result = learn(program, options);
-  if (!result.wrong.kind.empty()) return result;
+  if (!result.wrong.kind.empty() && !limits.is_alone) return result;
   for (uint64_t pass = 1;; ++pass) {
     result = {};
     result.passes = pass;

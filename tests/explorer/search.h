@@ -36,6 +36,7 @@ struct Limits {
   uint64_t max_states = 20'000'000;
   bool reduces = true;  // persistent sets, and private words that are no steps
   bool merges = true;   // equal states are explored once
+  bool is_alone = false;  // what is wrong, the search itself must find, and not the samples before it
 };
 
 Result explore(const Program& program, const Options& options, const Limits& limits);

@@ -21,7 +21,7 @@ void Shape::clear() {
   words.clear();
   blocks_.clear();
   num_bytes_ = 0;
-  num_granules = 0;
+  granules.clear();
   word_of_cell_.assign(kArenaBytes / 4, kNone);
   granule_of_.assign(kArenaBytes, kNone);
 }
@@ -61,7 +61,8 @@ uint16_t Shape::add_word(uint32_t offset, int num_bytes, bool& overlaps) {
 }
 
 uint16_t Shape::add_granule(uint32_t offset) {
-  return granule_of_[offset >> granule_shift_] = num_granules++;
+  granules.push_back({offset, 0, 0});
+  return granule_of_[offset >> granule_shift_] = uint16_t(granules.size() - 1);
 }
 
 bool Shape::is_counter(uint16_t word) const {

@@ -62,6 +62,13 @@ class Shape {
   // numbered.
   uint16_t granule_at(uint32_t offset) const { return granule_of_[offset >> granule_shift_]; }
   uint16_t add_granule(uint32_t offset);
+  // True when that is news.
+  bool add_plain(uint16_t granule, int thread, bool writes) {
+    uint16_t& threads = writes ? granules[granule].writers : granules[granule].readers;
+    const bool is_new = (threads >> thread & 1) == 0;
+    threads |= uint16_t(1u << thread);
+    return is_new;
+  }
   int granule_shift() const { return granule_shift_; }
   void set_granule(int num_bytes);
 
@@ -93,8 +100,13 @@ class Shape {
   // accesses to them makes a difference.
   bool is_shared(uint16_t word) const;
 
+  struct Granule {
+    uint32_t offset;
+    uint16_t readers, writers;  // threads with plain accesses
+  };
+
   std::vector<Word> words;
-  uint16_t num_granules = 0;
+  std::vector<Granule> granules;
   int num_threads = 0;
 
  private:

@@ -89,7 +89,11 @@ Execution::Key Execution::key() {
   hash.add(victims_);
   hash.add(dying_);
   hash.add(shape.arena(), shape.num_bytes());
-  model.hash(hash, alive);
+  static std::vector<uint16_t> numbers;
+  uint16_t clocks_at_join[kMaxThreads];
+  for (int t = 0; t < num_threads_; ++t) clocks_at_join[t] = threads_[t].clock_at_join;
+  canonical_.write(alive, clocks_at_join, numbers);
+  hash.add(numbers.data(), numbers.size() * sizeof(uint16_t));
   for (int t = 0; t < num_threads_; ++t) {
     const ThreadState& thread = threads_[t];
     const Pending& p = thread.pending;
