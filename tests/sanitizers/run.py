@@ -9,13 +9,18 @@ What follows the options goes to pytest, which runs in a copy of the checkout. T
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.sanitizers.sanitized import Tree
+from tests.sanitizers.sanitized import NOT_DONE, Tree
+
+LAST_LINE = re.compile(r"\bin [0-9.]+s\b")  # of what pytest says
+COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|xpassed)")
 
 
 def main() -> int:
@@ -35,17 +40,51 @@ def main() -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(outcome)
-    return int(bool(outcome))
+    return int(bool(outcome.fault))
 
 
-def run_tests(tree: Tree, *for_pytest: str, timeout_s: float, **env: str) -> str:
-    """ "", or what was wrong: reports first, for a failed test is often one more consequence of them."""
+@dataclass(frozen=True)
+class Outcome:
+    """Of one pytest. `ended` is its exit code: 5 where no test was left, None where it was not done in time."""
+
+    counts: dict[str, int]
+    failed: list[str]
+    reports: list[str]
+    ended: int | None
+    seconds: float
+    output: str
+
+    @property
+    def fault(self) -> str:
+        """ "", or what was wrong: reports first, for a failed test is often one more consequence of them."""
+        faults = [f"{len(self.reports)} reports", *[text[:4000] for text in self.reports[:20]]] if self.reports else []
+        if self.ended not in (0, 5):
+            how = "was not done in time" if self.ended is None else f"ended by {self.ended}"
+            faults.append(f"pytest {how}\n{self.output[-8000:]}")
+        return "\n\n".join(faults)
+
+    def row(self) -> dict[str, object]:
+        return {**asdict(self), "seconds": round(self.seconds, 1), "output": self.output[-8000:] if self.fault else ""}
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count} {what}" for what, count in self.counts.items()) or "no tests"
+        return f"{counts}, {len(self.reports)} reports, {self.seconds:.0f} s" + (self.fault and f"\n{self.fault}")
+
+
+def run_tests(tree: Tree, *for_pytest: str, timeout_s: float, **env: str) -> Outcome:
+    tree.forget_reports()
+    start = time.monotonic()
     done = tree.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *for_pytest, timeout_s=timeout_s, **env)
-    reports = [report.text for report in tree.reports() if report.is_ours]
-    faults = [f"{len(reports)} reports", *[text[:4000] for text in reports[:20]]] if reports else []
-    if done.returncode != 0:
-        faults.append(f"pytest ended by {done.returncode}\n{done.stdout[-8000:]}")
-    return "\n\n".join(faults)
+    lines = done.stdout.splitlines()
+    last = next((line for line in reversed(lines) if LAST_LINE.search(line)), "")
+    return Outcome(
+        counts={what: int(count) for count, what in COUNT.findall(last)},
+        failed=[line.split(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))],
+        reports=[report.text for report in tree.reports() if report.is_ours],
+        ended=None if done.returncode == NOT_DONE else done.returncode,
+        seconds=time.monotonic() - start,
+        output=done.stdout,
+    )
 
 
 if __name__ == "__main__":

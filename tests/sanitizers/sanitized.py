@@ -11,8 +11,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +52,7 @@ BEGINS_REPORT = re.compile(
 )
 # What `allocator_may_return_null` says instead of an error.
 NO_REPORT = re.compile(r"^==\d+==WARNING: AddressSanitizer failed to allocate 0x[0-9a-f]+ bytes$\n?", re.MULTILINE)
+NOT_DONE = 124  # as of timeout(1)
 OURS = re.compile(r"\bcsrc/|/tests/sanitizers/|/_C_\w+\.|\bdcp::")
 
 
@@ -170,17 +173,27 @@ class Tree:
         (first / "sitecustomize.py").write_text("\n".join(lines) + "\n")
 
     def run(self, *arguments: str, timeout_s: float, **env: str) -> subprocess.CompletedProcess[str]:
-        """Python under the sanitizers, in the root of the copy."""
-        return subprocess.run(
-            [self.python, *arguments],
-            cwd=self.root,
-            env={**os.environ, **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        """Python under the sanitizers, in the root of the copy. What is not done in time ends by NOT_DONE, with all that it
+        has started, and with what it had said."""
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(
+                [self.python, *arguments],
+                cwd=self.root,
+                env={**os.environ, **env},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                code = NOT_DONE
+            finally:
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            output.seek(0)
+            return subprocess.CompletedProcess(process.args, code, output.read().decode(errors="replace"))
 
     def reports(self) -> list[Report]:
         """Of all processes so far. A report file that cannot be read apart is one report."""
@@ -189,6 +202,10 @@ class Tree:
             text = NO_REPORT.sub("", path.read_text(errors="replace"))
             found += split_reports(text) or ([Report(text)] if text.strip() else [])
         return found
+
+    def forget_reports(self) -> None:
+        for path in self.logs.iterdir():
+            path.unlink()
 
 
 def can_fix_addresses() -> bool:
