@@ -270,7 +270,9 @@ def spy(pid: int, address: int, fds: list[int]) -> list[str]:
                 found.append(f"{what}: {error}")
 
     def call(number, *arguments):
-        if (result := libc.syscall(number, *arguments)) < 0:
+        # As whole words: the seventh argument of syscall() is on the stack, where an int leaves half a word as it was.
+        words = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
+        if (result := libc.syscall(ctypes.c_long(number), *words)) < 0:
             raise OSError(ctypes.get_errno(), "")
         return result
 
