@@ -27,7 +27,15 @@ LEFT_OUT = {
     "tests/test_a2a_memory.py::test_no_copy_of_a_strided_input": "resident memory, to which a sanitizer adds its own",
     "tests/test_kv_gather_memory.py::test_no_temporary_where_the_reader_dequantises": "the same: AddressSanitizer adds 1/8",
 }
-FOLDERS = ("tests", "tests/kimi_k3", "tests/torture")
+# Of what is about GPUs only that which runs the kernels of the CPU. Models (tests/protocol), what compiles programs of its own
+# (tests/core, under sanitizers of their own; tests/explorer) and what reads instructions (tests/isa) has no use for the module.
+PLACES = (
+    "tests",
+    "tests/kimi_k3",
+    "tests/torture",
+    "tests/cuda/test_ops_on_cuda_heap.py",
+    "tests/hip/test_ops_on_hip_heap.py",
+)
 LIMIT_S = 3600.0
 
 
@@ -39,7 +47,7 @@ def files_of(path: str) -> list[str]:
 
 
 def whole_suite() -> list[str]:
-    return [file for folder in FOLDERS for file in files_of(folder)]
+    return [file for place in PLACES for file in files_of(place)]
 
 
 def run_file(tree: Tree, file: str, *more: str, timeout_s: float = LIMIT_S) -> Outcome:

@@ -41,13 +41,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def tree(request: pytest.FixtureRequest, torture: bool, tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    faulthandler.cancel_dump_traceback_later()  # of pytest, 600 s for a test: a build takes longer, and a file has its own
     made = Tree.make(tmp_path_factory.mktemp("sanitized"), request.param)
     made.add_module("" if torture else "baseline")
     return made
 
 
 def test_no_report(tree: Tree, file: str, torture: bool) -> None:
-    faulthandler.cancel_dump_traceback_later()  # that of pytest, 600 s: the file has a limit of its own
+    faulthandler.cancel_dump_traceback_later()
     outcome = run_file(tree, file, timeout_s=LIMIT_S if torture else 450)
     assert not outcome.fault, outcome.fault
 
