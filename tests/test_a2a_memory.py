@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import mmap
@@ -81,6 +82,46 @@ def test_no_copy_of_a_strided_input(way):
         assert grown["a copy"] > 60 * MIB, grown
         assert grown["with out"] < ALLOWED and grown["kept by calls"] < ALLOWED, grown
         assert 30 * MIB < grown["without out"] < 32 * MIB + ALLOWED, grown
+
+
+# -- the end of memory
+
+LAST_PAGES = 4  # more than what any tensor below has
+
+
+def at_the_end(values: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A copy of the values, whose last one is the last that this process may touch."""
+    memory = mmap.mmap(-1, (LAST_PAGES + 1) * mmap.PAGESIZE)
+    whole = torch.frombuffer(memory, dtype=values.dtype)
+    behind = whole.data_ptr() + LAST_PAGES * mmap.PAGESIZE
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    span = sum((n - 1) * stride for n, stride in zip(values.shape, strides, strict=True)) + 1
+    first = LAST_PAGES * mmap.PAGESIZE // values.dtype.itemsize - span
+    return whole.as_strided(values.shape, strides, first).copy_(values)
+
+
+def merge_at_the_end(group, way: str, dtype: torch.dtype):
+    """Rows of 3 and more bytes short of 16, so that something lies between payload and LSEs in a staged row."""
+    for head_dim in (1, 5, 6, 13, 20):
+        call = make_call(2, 3, 4, head_dim, dtype, kind="empty")
+        with WAYS[way].open(group, WAYS[way].config(call, max_num_tokens=2)) as workspace:
+            arguments = call.arguments(workspace.rank)
+            expected = a2a_lse_reduce(workspace=workspace, return_lse=True, **arguments)
+            for pitch in (head_dim, head_dim + 1, head_dim + 3, head_dim + 100):
+                for strides in ((4 * pitch, pitch), (pitch, 3 * pitch)):
+                    arguments["partial_out"] = at_the_end(call.outs[workspace.rank], (*strides, 1))
+                    arguments["partial_lse"] = at_the_end(call.lses[workspace.rank], strides)
+                    out, lse_out = (at_the_end(part, (2 * pitch, pitch, 1)[: part.ndim]) for part in expected)
+                    out.fill_(7.0), lse_out.fill_(7.0)
+                    a2a_lse_reduce(workspace=workspace, out=out, lse_out=lse_out, **arguments)
+                    assert same_bits(out, expected[0]) and same_bits(lse_out, expected[1]), (head_dim, pitch, strides)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_at_the_end_of_memory(way, dtype):
+    """Ranks as processes: one that reads or writes behind an element that it was given ends by SIGSEGV."""
+    run_ranks(merge_at_the_end, 2, way, dtype, mode="process", timeout_s=120)
 
 
 # -- 64 bits

@@ -111,12 +111,13 @@ struct PacketRow {
   template <class Lse>
   DCP_FN arch::Words16 words_at(int at, int num_words, const Heads<T>& heads, const Lse& lse) const {
     const int first = at / int(sizeof(T)), num_elements = num_heads * head_dim;
-    // Elements that lie side by side: those of all heads, or of one.
+    // Elements that lie side by side: those of all heads, or of one. What fills the row up between the last
+    // head and the LSEs is in no head.
     const bool heads_touch = heads.head_stride == head_dim;
     const int run = heads_touch ? num_elements : head_dim;
     const int head = heads_touch ? 0 : first / head_dim, in_run = first - head * head_dim;
     const T* from = heads.first + head * heads.head_stride + in_run;
-    if (at < lse_in_row && in_run + num_words * 4 / int(sizeof(T)) <= run) {
+    if (head < num_heads && in_run + num_words * 4 / int(sizeof(T)) <= run) {
       if (num_words == 4 && arch::at_once<4>(from)) return arch::load_words<4>(from);
       if (num_words == 2 && arch::at_once<2>(from)) return arch::load_words<2>(from);
       if (num_words == 1 && arch::at_once<1>(from)) return arch::load_words<1>(from);
