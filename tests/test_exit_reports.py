@@ -176,6 +176,6 @@ def test_importing_touches_nothing():
     """Sections C1 and C2: an import opens no device, no socket and no file to write, starts nothing and says nothing; a
     child that was forked after it, or after use, can use all. A second import is none that ends the process."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(IMPORTS)], check=False, capture_output=True, text=True, timeout=120
+        [sys.executable, "-B", "-c", textwrap.dedent(IMPORTS)], check=False, capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
