@@ -41,6 +41,7 @@ TSAN = {
     "halt_on_error": 0,
     "exitcode": 0,
     "die_after_fork": 0,
+    "allocator_may_return_null": 1,
     "ignore_noninstrumented_modules": 1,
     "report_signal_unsafe": 0,
     "handle_segv": 0,
@@ -51,7 +52,9 @@ BEGINS_REPORT = re.compile(
     r"|(?:Direct|Indirect) leak of|\S+: runtime error: "
 )
 # What `allocator_may_return_null` says instead of an error.
-NO_REPORT = re.compile(r"^==\d+==WARNING: AddressSanitizer failed to allocate 0x[0-9a-f]+ bytes$\n?", re.MULTILINE)
+NO_REPORT = re.compile(
+    r"^==\d+==WARNING: (?:Address|Thread)Sanitizer failed to allocate 0x[0-9a-f]+ bytes$\n?", re.MULTILINE
+)
 NOT_DONE = 124  # as of timeout(1)
 OURS = re.compile(r"\bcsrc/|/tests/sanitizers/|/_C_\w+\.|\bdcp::")
 
@@ -143,7 +146,6 @@ class Tree:
 
         first = self.folder / "first"  # on the path
         env = {
-            "LD_PRELOAD": " ".join(libraries(self.sanitizers)),
             "ASAN_OPTIONS": options("asan", {**ASAN, "detect_leaks": int(leaks)}),
             "UBSAN_OPTIONS": options("ubsan", UBSAN),
             "TSAN_OPTIONS": options("tsan", TSAN, "tsan.supp"),
@@ -151,12 +153,20 @@ class Tree:
         }
         # Objects that only Python's own arenas point to would look lost: to LeakSanitizer these are no memory of interest.
         env |= {"PYTHONMALLOC": "malloc"} if leaks else {}
+        # UCX (of Open MPI) would put a lock into madvise, which a thread calls once more when ThreadSanitizer has forgotten it.
+        env |= {"UCX_MEM_EVENTS": "no"} if "thread" in self.sanitizers else {}
         words = shlex.join(f"{name}={value}" for name, value in env.items())
-        path = f'PYTHONPATH={shlex.quote(str(first))}:{shlex.quote(str(self.root))}"${{PYTHONPATH:+:$PYTHONPATH}}"'
+
+        def before(name: str, *values: str) -> str:
+            """`values` and then what the variable has: the tests have libraries and modules of their own."""
+            return f'{name}={shlex.quote(":".join(values))}"${{{name}:+:${name}}}"'
+
+        more = f"{before('LD_PRELOAD', *libraries(self.sanitizers))} {before('PYTHONPATH', str(first), str(self.root))}"
         # Where addresses are too random, ThreadSanitizer does not start.
-        fixed = "setarch -R " if "thread" in self.sanitizers and can_fix_addresses() else ""
+        fixed = f"{shutil.which('setarch')} -R " if "thread" in self.sanitizers and can_fix_addresses() else ""
+        start = f"exec {fixed}{shutil.which('env')} {words} {more}"  # by whole paths: a test may have no PATH
         self.python.parent.mkdir(parents=True, exist_ok=True)
-        self.python.write_text(f'#!/bin/sh\nexec {fixed}env {words} {path} {shlex.quote(sys.executable)} "$@"\n')
+        self.python.write_text(f'#!/bin/sh\n{start} {shlex.quote(sys.executable)} "$@"\n')
         self.python.chmod(0o755)
         first.mkdir(exist_ok=True)
         lines = [

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -27,8 +28,8 @@ LEFT_OUT = {
     "tests/test_a2a_memory.py::test_no_copy_of_a_strided_input": "resident memory, to which a sanitizer adds its own",
     "tests/test_kv_gather_memory.py::test_no_temporary_where_the_reader_dequantises": "the same: AddressSanitizer adds 1/8",
 }
-# Of what is about GPUs only that which runs the kernels of the CPU. Models (tests/protocol), what compiles programs of its own
-# (tests/core, under sanitizers of their own; tests/explorer) and what reads instructions (tests/isa) has no use for the module.
+# Of what is about GPUs only that which runs the kernels of the CPU. No use of the module: models (tests/protocol), what
+# compiles programs of its own (tests/core, under sanitizers of their own; tests/explorer), and instructions (tests/isa).
 PLACES = (
     "tests",
     "tests/kimi_k3",
@@ -69,6 +70,8 @@ def main() -> int:
     parser.add_argument("--record", type=Path, help="a file to which each file adds a line of JSON")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of each file")
     arguments = parser.parse_args()
+    # A shell has what it starts in the background ignore Ctrl-C, and all tests would inherit that: some send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     files = [file for path in arguments.paths for file in files_of(path)] or whole_suite()
     key = {"sanitizers": arguments.sanitizers, "variants": arguments.variants}
     done, bad = recorded(arguments.record, key), 0
