@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dcpkernels import reference
+from dcpkernels import layout, reference
 from dcpkernels.integrations import vllm as plugin
 from dcpkernels.integrations.vllm_context import chunk_plan, context_gather
 from dcpkernels.testing import ThreadGroup, assert_merge_close, merge_inputs
@@ -256,12 +256,15 @@ def chunk_of(starts, lengths, num_ranks, interleave):
 @pytest.mark.parametrize("interleave", [1, 4, 16])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_context_is_gathered_in_sequence_order(num_ranks, interleave):
-    """Whole requests, the middle of one and the end of one, from caches whose other rows are NaN."""
-    block, totals = 16, [100, 400, 1]
+    """Whole requests, the middle of one and the end of one, from caches whose other rows are NaN. Tables are as wide as the
+    rank's own rows need: vLLM counts as many as the fullest rank has."""
+    block, totals = 16, [100, 385, 1]
     context = [torch.randn(total, DQ) for total in totals]
     caches, tables = [], []
     for rank in range(num_ranks):
-        cache, table = torch.full((80, block, DQ), float("nan")), torch.randperm(80)[:75].to(torch.int32).view(3, 25)
+        width = -(-layout.local_length(totals[1], num_ranks, rank, interleave) // block)
+        cache, table = torch.full((80, block, DQ), float("nan")), torch.randperm(80)[: 3 * width].to(torch.int32)
+        table = table.view(3, width)
         for rows, blocks in zip(context, table, strict=True):
             mine = rows[torch.arange(len(rows)) // interleave % num_ranks == rank]
             for slot, row in enumerate(mine):
