@@ -276,6 +276,10 @@ void random_accesses(Memory& m, int t, Orders o) {
 // ---- what a thread has forgotten, its view has not: ways that meet in one place, and then show different things
 
 __attribute__((noinline)) void look(const Word& word, int order) { load(word, order); }
+__attribute__((noinline)) void wait_in_some_order(const Word& word, int order) {
+  if (explorer::choose(2, "order") == 1) order = kRelaxed;
+  while (load(word, order) == 0) explorer::await();
+}
 // Ends no way, but makes a state of the search.
 void pause() { explorer::choose(2, "nothing"); }
 
@@ -287,15 +291,18 @@ void access(Word& word, int kind) {
   if (kind == 2) store(word, 1, kRelaxed);
   if (kind == 3) load(word, kRelaxed);
 }
-// Whether the second access is ordered behind the first one, only the view knows.
+// Whether the second access is ordered behind the first one, only the view of thread 1 knows. Thread 2 keeps the
+// first one from being forgotten.
 void unseen_race(Memory& m, int t, Orders o) {
   if (t == 0) {
     access(m.plain, o.first);
     return store(m.x, 1, o.store);
   }
-  look(m.x, o.load);
+  if (t == 1) wait_in_some_order(m.x, o.load);
+  while (load(t == 1 ? m.x : m.y, t == 1 ? kRelaxed : o.load) == 0) explorer::await();
   pause();
   access(m.plain, o.second);
+  if (t == 1) store(m.y, 1, o.store);
 }
 // The same of what a store has released: thread 1 has seen x, or not, when it stores to y and is gone. Thread 3, which
 // may read y too, knows of x in any case.
@@ -308,6 +315,7 @@ void unseen_release(Memory& m, int t, Orders o) {
     look(m.x, o.load);
     return store(m.y, 1, o.store);
   }
+  if (t == 2) pause();
   while (load(t == 2 ? m.y : m.x, o.load) == 0) explorer::await();
   pause();
   if (t == 3) return look(m.y, o.load);
@@ -326,11 +334,16 @@ void unseen_second(Memory& m, int t, Orders o) {
   if (t == 1) return store(m.y, 1, o.store);
   m.r[2].value = m.plain.value + m.second.value;
 }
-void unseen_floor(Memory& m, int t, Orders) {
+void unseen_floor(Memory& m, int t, Orders o) {
   if (t == 0) return store(m.x, 1, kRelaxed);
+  if (t == 2) {
+    while (load(m.y, o.load) == 0) explorer::await();
+    return look(m.x, kRelaxed);
+  }
   look(m.x, kRelaxed);
   pause();
   m.r[0].value = load(m.x, kRelaxed);
+  store(m.y, 1, kRelaxed);
 }
 // A store that is not the newest, and one that is, but not to seq_cst loads alone.
 void unseen_value(Memory& m, int t, Orders) {
@@ -342,7 +355,7 @@ void unseen_value(Memory& m, int t, Orders) {
   m.r[0].value = load(m.x, kRelaxed);
 }
 void unseen_order(Memory& m, int t, Orders) {
-  if (t == 0) return store(m.x, 1, explorer::choose(2, "order") == 0 ? __ATOMIC_SEQ_CST : kRelaxed);
+  if (t == 0) return store(m.x, 1, explorer::choose(2, "order") == 0 ? __ATOMIC_SEQ_CST : __ATOMIC_RELEASE);
   pause();
   m.r[0].value = load(m.x, __ATOMIC_SEQ_CST);
 }
@@ -436,10 +449,10 @@ int main(int argc, char** argv) {
                              {"atomic_race", make<atomic_race, 2>},
                              {"late_load", make<late_race<true>, 2>},
                              {"late_store", make<late_race<false>, 2>},
-                             {"unseen_race", make<unseen_race, 2>},
+                             {"unseen_race", make<unseen_race, 3>},
                              {"unseen_release", make<unseen_release, 4>},
                              {"unseen_second", make<unseen_second, 3>},
-                             {"unseen_floor", make<unseen_floor, 2>},
+                             {"unseen_floor", make<unseen_floor, 3>},
                              {"unseen_value", make<unseen_value, 2>},
                              {"unseen_order", make<unseen_order, 2>},
                              {"unseen_relaxed", make<unseen_relaxed, 2>},

@@ -19,7 +19,26 @@ using explorer::shape;
 
 namespace {
 
+// Before a step: what earlier calls of the engine have left where its frames will lie, so that states which are the
+// same look the same.
+__attribute__((noinline)) void clear_below() {
+  char below[1536];
+  std::memset(below, 0, sizeof(below));
+  __asm__ volatile("" : : "r"(below) : "memory");
+}
+
 bool is_tracked(const void* p) { return execution.running >= 0 && shape.has(p); }
+
+bool is_step(const void* p) {
+  if (!is_tracked(p)) return false;
+  clear_below();
+  return true;
+}
+
+uint64_t park(Kind kind, uint64_t value = 0, const char* what = nullptr) {
+  clear_below();
+  return execution.park(kind, value, what);
+}
 
 void plain(const void* p, size_t num_bytes, bool writes) {
   if (is_tracked(p)) execution.plain(p, num_bytes, writes);
@@ -69,12 +88,12 @@ void __tsan_vptr_read(void** p) { plain(p, sizeof(void*), false); }
 #define EXPLORER_ATOMIC(bits, type)                                                                          \
   type __tsan_atomic##bits##_load(const volatile type* p, int order) {                                       \
     const type* at = const_cast<const type*>(p);                                                             \
-    if (!is_tracked(at)) return *p;                                                                          \
+    if (!is_step(at)) return *p;                                                                          \
     return type(execution.atomic(Kind::kLoad, at, bits / 8, order, 0));                                      \
   }                                                                                                          \
   void __tsan_atomic##bits##_store(volatile type* p, type value, int order) {                                \
     type* at = const_cast<type*>(p);                                                                         \
-    if (!is_tracked(at)) {                                                                                   \
+    if (!is_step(at)) {                                                                                   \
       *p = value;                                                                                            \
       return;                                                                                                \
     }                                                                                                        \
@@ -82,12 +101,12 @@ void __tsan_vptr_read(void** p) { plain(p, sizeof(void*), false); }
   }                                                                                                          \
   type __tsan_atomic##bits##_exchange(volatile type* p, type value, int order) {                             \
     type* at = const_cast<type*>(p);                                                                         \
-    if (!is_tracked(at)) return __atomic_exchange_n(p, value, __ATOMIC_RELAXED);                             \
+    if (!is_step(at)) return __atomic_exchange_n(p, value, __ATOMIC_RELAXED);                             \
     return type(execution.atomic(Kind::kExchange, at, bits / 8, order, value));                              \
   }                                                                                                          \
   type __tsan_atomic##bits##_fetch_add(volatile type* p, type value, int order) {                            \
     type* at = const_cast<type*>(p);                                                                         \
-    if (!is_tracked(at)) return __atomic_fetch_add(p, value, __ATOMIC_RELAXED);                              \
+    if (!is_step(at)) return __atomic_fetch_add(p, value, __ATOMIC_RELAXED);                              \
     return type(execution.atomic(Kind::kAdd, at, bits / 8, order, value));                                   \
   }                                                                                                          \
   type __tsan_atomic##bits##_fetch_sub(volatile type* p, type value, int order) {                            \
@@ -97,7 +116,7 @@ void __tsan_vptr_read(void** p) { plain(p, sizeof(void*), false); }
                                                     int failure_order) {                                     \
     type* at = const_cast<type*>(p);                                                                         \
     const type was = *expected;                                                                              \
-    if (!is_tracked(at)) {                                                                                   \
+    if (!is_step(at)) {                                                                                   \
       return __atomic_compare_exchange_n(p, expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);     \
     }                                                                                                        \
     const type found = type(execution.atomic(Kind::kCas, at, bits / 8, order, value, was, failure_order));   \
@@ -152,7 +171,10 @@ int explorer_clock_gettime(clockid_t clock, timespec* now) {
 }
 
 int explorer_sched_yield() {
-  if (execution.running >= 0) execution.yield();
+  if (execution.running >= 0) {
+    clear_below();
+    execution.yield();
+  }
   return 0;
 }
 
@@ -163,7 +185,7 @@ long explorer_syscall(long number, ...) {
   const int operation = va_arg(arguments, int);
   const uint32_t value = va_arg(arguments, uint32_t);
   va_end(arguments);
-  if (number != SYS_futex || !is_tracked(word)) not_modelled("a system call");
+  if (number != SYS_futex || !is_step(word)) not_modelled("a system call");
   if (operation == FUTEX_WAIT) {
     execution.atomic(Kind::kFutexWait, word, 4, __ATOMIC_SEQ_CST, value);
   } else if (operation == FUTEX_WAKE) {
@@ -178,14 +200,14 @@ long explorer_syscall(long number, ...) {
 
 namespace explorer {
 
-void await() { execution.park(Kind::kAwait); }
-void join() { execution.park(Kind::kJoin); }
-void join_all() { execution.park(Kind::kJoinAll); }
+void await() { ::park(Kind::kAwait); }
+void join() { ::park(Kind::kJoin); }
+void join_all() { ::park(Kind::kJoinAll); }
 int choose(int num, const char* what) {
-  return num < 2 ? 0 : int(execution.park(Kind::kChoose, uint64_t(num), what));
+  return num < 2 ? 0 : int(::park(Kind::kChoose, uint64_t(num), what));
 }
 bool has_doubt() { return execution.has_doubt(); }
-uint64_t dead_ranks() { return execution.park(Kind::kDeadRanks); }
+uint64_t dead_ranks() { return ::park(Kind::kDeadRanks); }
 bool has_ended(int thread) { return execution.thread(thread).pending.kind == Kind::kEnded; }
 int this_thread() { return execution.running; }
 

@@ -91,6 +91,19 @@ FORBIDDEN = {
 }
 
 
+# Ways that meet in one place with views that differ: what the search must still tell apart (canonical.h).
+UNSEEN = {
+    **{
+        f"unseen_race first={first} second={second}": "race"
+        for first, second in ((0, 1), (0, 0), (1, 0), (0, 3), (0, 2), (1, 2), (2, 1), (2, 0), (3, 0))
+    },
+    "unseen_release": "race",
+    "unseen_second": "race",
+    "unseen_relaxed": "unordered",
+    "unseen_floor": {"0 0 0 0", "1 0 0 0"},
+    "unseen_value": {f"{value} 0 0 0" for value in range(4)},
+    "unseen_order": {"0 0 0 0", "1 0 0 0"},
+}
 FORGETFUL = (
     ("random2", 6, "unordered=1"),
     ("random2", 6, ""),
@@ -135,6 +148,17 @@ def test_the_reduction_loses_no_outcome_of_random_programs(litmus: Path, torture
             reduced += one.numbers["states"]
             full += other.numbers["states"]
     assert reduced < full / 2
+
+
+@pytest.mark.parametrize("program", UNSEEN)
+def test_states_that_differ_in_views_alone_are_two(litmus: Path, program: str) -> None:
+    for mode in ("--exhaustive", "--no-merging"):
+        found = explore(litmus, program, mode, "--search-alone")
+        expected = UNSEEN[program]
+        if isinstance(expected, str):
+            assert found.numbers["kind"] == expected, (mode, found.verdict)
+        else:
+            assert found.verdict == "" and set(found.numbers["outcomes"]) == expected, (mode, found.verdict)
 
 
 def test_states_that_are_taken_for_one_have_one_future(litmus: Path, torture: bool) -> None:
