@@ -355,7 +355,11 @@ void unseen_value(Memory& m, int t, Orders) {
   m.r[0].value = load(m.x, kRelaxed);
 }
 void unseen_order(Memory& m, int t, Orders) {
-  if (t == 0) return store(m.x, 1, explorer::choose(2, "order") == 0 ? __ATOMIC_SEQ_CST : __ATOMIC_RELEASE);
+  if (t == 0) {
+    store(m.x, 1, explorer::choose(2, "order") == 0 ? __ATOMIC_SEQ_CST : __ATOMIC_RELEASE);
+    return store(m.y, 1, kRelaxed);
+  }
+  while (load(m.y, kRelaxed) == 0) explorer::await();
   pause();
   m.r[0].value = load(m.x, __ATOMIC_SEQ_CST);
 }
