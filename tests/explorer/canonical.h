@@ -1,17 +1,17 @@
-// What the future of an execution depends on, of all that the model remembers, in numbers that do not tell how
-// it came about. Two states with the same numbers (and the same threads, snapshot.cpp) have the same future,
-// although clocks and views in them differ:
+// What the future of an execution depends on, of all that the model remembers, in numbers that do not tell
+// how it came about. Two states with the same numbers (and the same threads, snapshot.cpp) have the same
+// future, although clocks and views in them differ:
 //   - Clocks. Nothing is ever asked of a clock but whether somebody's knowledge of it reaches a recorded
-//     access. So only the order of the two counts; accesses that no knowledge tells apart are as one. A thread
-//     knows all of its own, and what it does next, nobody knows.
+//     access. So only the order of the two counts; accesses that no knowledge tells apart are as one. A
+//     thread knows all of its own, and what it does next, nobody knows.
 //   - A recorded access is forgotten when each living thread that may race with it, or be its rival, knows of
 //     it: of those threads that have made such an access in any execution (shape.h).
 //   - Stores that no living thread can load any more are forgotten, and what views know of them.
 //   - What a store has released is worth what it adds to what all know who may acquire it there: to release
 //     less than that is to release nothing.
 //   - Who has stored, and when, is in names and messages only.
-// What the shape learns is part of the future too: so the moments of accesses that are not forgotten stay, and
-// the number of stores to each word.
+// What the shape learns is part of the future too: so the moments of accesses that are not forgotten stay,
+// and the number of stores to each word.
 #pragma once
 
 #include <cstdint>

@@ -27,7 +27,7 @@ def ops_program(explorer_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def together_program(explorer_folder: Path, ops_program: Path) -> Path:
-    """The same, with the order of signals that a GPU has: the one op that asks (csrc/arch/contract.h) is compiled anew."""
+    """The same, with the order of signals that a GPU has: the one op that asks is compiled anew."""
     others = [explorer_folder / "ops" / f"{source.name}.o" for source in [*SCENARIOS, *map(Path, KERNELS[1:])]]
     assert ops_program.exists()
     return build(explorer_folder, "together", [CSRC / KERNELS[0]], "-DDCP_SIGNALS_TOGETHER=true", objects=others)

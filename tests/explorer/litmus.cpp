@@ -1,51 +1,18 @@
 // Small programs of which the literature says what release / acquire lets them do: they test the engine
 // itself. What each may show is in test_litmus.py.
+#include "litmus.h"
+
 #include <linux/futex.h>
 #include <sys/syscall.h>
 
 #include <string>
 
-#include "explorer.h"
+#include "litmus_unseen.h"
 
 namespace {
 
 using explorer::Arguments;
 using explorer::Options;
-
-struct alignas(64) Word {
-  uint64_t value;
-};
-struct Memory {
-  Word x, y, plain, second;
-  Word r[4];  // what threads read
-  uint32_t futex[16];
-};
-
-// Orders come from the command line, so that one program is the correct one and the broken one.
-struct Orders {
-  int store, load, seed, num_accesses, num_plain, first, second;
-};
-inline __attribute__((always_inline)) uint64_t load(const Word& word, int order) {
-  switch (order) {
-    case __ATOMIC_RELAXED:
-      return __atomic_load_n(&word.value, __ATOMIC_RELAXED);
-    case __ATOMIC_ACQUIRE:
-      return __atomic_load_n(&word.value, __ATOMIC_ACQUIRE);
-    default:
-      return __atomic_load_n(&word.value, __ATOMIC_SEQ_CST);
-  }
-}
-inline __attribute__((always_inline)) void store(Word& word, uint64_t value, int order) {
-  switch (order) {
-    case __ATOMIC_RELAXED:
-      return __atomic_store_n(&word.value, value, __ATOMIC_RELAXED);
-    case __ATOMIC_RELEASE:
-      return __atomic_store_n(&word.value, value, __ATOMIC_RELEASE);
-    default:
-      return __atomic_store_n(&word.value, value, __ATOMIC_SEQ_CST);
-  }
-}
-constexpr int kRelaxed = __ATOMIC_RELAXED;
 
 void message_passing(Memory& m, int t, Orders o) {
   if (t == 0) {
@@ -227,8 +194,9 @@ void patience(Memory& m, int t, Orders o) {
   m.r[0].value = 1;
 }
 
-// A program by its number: each thread makes a few random accesses. With num_plain some of them are plain, there is
-// a join between them, and each thread tells the last value that it has read, and whether a plain load has raced.
+// A program by its number: each thread makes a few random accesses. With num_plain some of them are plain,
+// there is a join between them, and each thread tells the last value that it has read, and whether a plain
+// load has raced.
 void random_accesses(Memory& m, int t, Orders o) {
   auto draw = [state = uint64_t(o.seed) * 8 + uint64_t(t)](int end) mutable {
     uint64_t x = state += 0x9e3779b97f4a7c15u;
@@ -271,104 +239,6 @@ void random_accesses(Memory& m, int t, Orders o) {
     seen = seen * 2 + (explorer::has_doubt() ? 1 : 0);
   }
   m.r[t].value = seen;
-}
-
-// ---- what a thread has forgotten, its view has not: ways that meet in one place, and then show different things
-
-__attribute__((noinline)) void look(const Word& word, int order) { load(word, order); }
-__attribute__((noinline)) void wait_in_some_order(const Word& word, int order) {
-  if (explorer::choose(2, "order") == 1) order = kRelaxed;
-  while (load(word, order) == 0) explorer::await();
-}
-// Ends no way, but makes a state of the search.
-void pause() { explorer::choose(2, "nothing"); }
-
-// Kinds of accesses: plain store, plain load, atomic store, atomic load.
-void access(Word& word, int kind) {
-  if (kind == 0) word.value = 1;
-  if (kind == 1) [[maybe_unused]]
-    const volatile uint64_t read = word.value;
-  if (kind == 2) store(word, 1, kRelaxed);
-  if (kind == 3) load(word, kRelaxed);
-}
-// Whether the second access is ordered behind the first one, only the view of thread 1 knows. Thread 2 keeps the
-// first one from being forgotten.
-void unseen_race(Memory& m, int t, Orders o) {
-  if (t == 0) {
-    access(m.plain, o.first);
-    return store(m.x, 1, o.store);
-  }
-  if (t == 1) wait_in_some_order(m.x, o.load);
-  while (load(t == 1 ? m.x : m.y, t == 1 ? kRelaxed : o.load) == 0) explorer::await();
-  pause();
-  access(m.plain, o.second);
-  if (t == 1) store(m.y, 1, o.store);
-}
-// The same of what a store has released: thread 1 has seen x, or not, when it stores to y and is gone. Thread 3, which
-// may read y too, knows of x in any case.
-void unseen_release(Memory& m, int t, Orders o) {
-  if (t == 0) {
-    m.plain.value = 1;
-    return store(m.x, 1, o.store);
-  }
-  if (t == 1) {
-    look(m.x, o.load);
-    return store(m.y, 1, o.store);
-  }
-  if (t == 2) pause();
-  while (load(t == 2 ? m.y : m.x, o.load) == 0) explorer::await();
-  pause();
-  if (t == 3) return look(m.y, o.load);
-  m.r[2].value = m.plain.value;
-}
-// Thread 1 knows of the first store of thread 0, or of both; thread 2, what thread 1 knows.
-void unseen_second(Memory& m, int t, Orders o) {
-  if (t == 0) {
-    m.plain.value = 1;
-    store(m.x, 1, o.store);
-    m.second.value = 1;
-    return store(m.x, 2, o.store);
-  }
-  while (load(t == 1 ? m.x : m.y, o.load) == 0) explorer::await();
-  pause();
-  if (t == 1) return store(m.y, 1, o.store);
-  m.r[2].value = m.plain.value + m.second.value;
-}
-void unseen_floor(Memory& m, int t, Orders o) {
-  if (t == 0) return store(m.x, 1, kRelaxed);
-  if (t == 2) {
-    while (load(m.y, o.load) == 0) explorer::await();
-    return look(m.x, kRelaxed);
-  }
-  look(m.x, kRelaxed);
-  pause();
-  m.r[0].value = load(m.x, kRelaxed);
-  store(m.y, 1, kRelaxed);
-}
-// A store that is not the newest, and one that is, but not to seq_cst loads alone.
-void unseen_value(Memory& m, int t, Orders) {
-  if (t == 0) {
-    store(m.x, uint64_t(explorer::choose(2, "value")) + 1, kRelaxed);
-    return store(m.x, 3, kRelaxed);
-  }
-  pause();
-  m.r[0].value = load(m.x, kRelaxed);
-}
-void unseen_order(Memory& m, int t, Orders) {
-  if (t == 0) {
-    store(m.x, 1, explorer::choose(2, "order") == 0 ? __ATOMIC_SEQ_CST : __ATOMIC_RELEASE);
-    return store(m.y, 1, kRelaxed);
-  }
-  while (load(m.y, kRelaxed) == 0) explorer::await();
-  pause();
-  m.r[0].value = load(m.x, __ATOMIC_SEQ_CST);
-}
-// Equal values need no order between them when both are relaxed.
-void unseen_relaxed(Memory& m, int t, Orders) {
-  if (t == 0) return store(m.x, 1, explorer::choose(2, "order") == 0 ? kRelaxed : __ATOMIC_RELEASE);
-  pause();
-  store(m.x, 1, kRelaxed);
-  m.r[0].value = load(m.x, kRelaxed);
 }
 
 // 1: it came, 2: the deadline passed.

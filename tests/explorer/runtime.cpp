@@ -19,8 +19,8 @@ using explorer::shape;
 
 namespace {
 
-// Before a step: what earlier calls of the engine have left where its frames will lie, so that states which are the
-// same look the same.
+// Before a step: clears what earlier calls of the engine have left where its frames will lie, so that states
+// which are the same look the same.
 __attribute__((noinline)) void clear_below() {
   char below[1536];
   std::memset(below, 0, sizeof(below));

@@ -163,7 +163,7 @@ def test_states_that_differ_in_views_alone_are_two(litmus: Path, program: str) -
 
 def test_states_that_are_taken_for_one_have_one_future(litmus: Path, torture: bool) -> None:
     """What a state is told apart by (canonical.h), against the search that takes no two states for one. Threads forget
-    what they have read but for the last, so that views and clocks decide; whether a plain load has raced is an outcome."""
+    what they have read but for the last, so that views and clocks decide. Whether a plain load raced is an outcome."""
     merged = unmerged = 0
     programs = [
         f"{name} program={number} accesses={accesses} plain=2 {options}"
