@@ -331,7 +331,7 @@ REUSE = [
         CHANNEL,
         "epoch < first_epoch_",
         "epoch == 0",
-        (f"{PULL} channels=2 calls=2 tokens=22 script0=1413 script1=33", "race: .*buffer", ALL, SAMPLED),
+        (f"{PULL} channels=2 calls=2 tokens=22 script0=1413 script1=33", "race: .*buffer"),
         behind="const bool all_channels = ",
     ),
     one(

@@ -85,7 +85,7 @@ def test_every_execution_is_right(ops_program: Path, name: str) -> None:
     explore_all(ops_program, (SMALL | MISUSE | FAULTS)[name], 300_000)
 
 
-# Larger ones: two channels and four epochs, or three ranks and three.
+# Larger ones: two channels and four epochs, three ranks and three, and more where that takes seconds.
 LARGE = {
     "push, 2 ranks, 2 channels, 4 rows, 4 epochs": f"{PUSH} channels=2 calls=4 tokens=4444",
     "pull, 2 ranks, 2 channels, 4 rows, 4 epochs": f"{PULL} channels=2 calls=4 tokens=4444",
@@ -100,6 +100,13 @@ LARGE = {
     "packets of 8, 3 ranks, 3 epochs": f"{PACKET8} ranks=3 calls=3 tokens=111",
     "query, 3 ranks, 3 epochs": "query ranks=3 script=121 tokens=11",
     "kv, 3 ranks, 3 epochs": "kv ranks=3 rows=3 script=12132132",
+    "lanes in another order": f"{PUSH} lanes=2 one_thread=1 swap=1",
+    "push, 4 ranks, 2 channels, T changes": f"{PUSH} ranks=4 channels=2 calls=8 tokens=40312504 capacity=4",
+    "packets of 8, 3 ranks, 2 channels, across the wrap": f"{PACKET8} ranks=3 channels=2 calls=6 tokens=203131 start={WRAP}",
+    "two lanes in two threads": f"{PUSH} lanes=2 calls=5 tokens=12012",
+    "query, 4 ranks, 2 channels, all ways": "query ranks=4 channels=2 script=1214314 tokens=2132",
+    "push, 2 channels in one thread, a deadline passes early": f"{PUSH} channels=2 one_thread=1 tokens=2 early=1",
+    "push, 3 ranks, one dies, 2 calls": f"{PUSH} ranks=3 calls=2 tokens=11 deaths=4",
 }
 # Half a minute and more: sampled in the short form.
 LONG = {
@@ -120,16 +127,11 @@ TOGETHER = {
 }
 
 SAMPLED = {
-    "lanes in another order": f"{PUSH} lanes=2 one_thread=1 swap=1",
-    "push, 4 ranks, 2 channels, T changes": f"{PUSH} ranks=4 channels=2 calls=8 tokens=40312504 capacity=4",
     "pull, 3 ranks, 2 channels, buffers in every way": (
         f"{PULL} ranks=3 channels=2 calls=6 tokens=213212 script0=133312331 script1=121333112121 script2=333333"
     ),
-    "packets of 8, 3 ranks, 2 channels, across the wrap": f"{PACKET8} ranks=3 channels=2 calls=6 tokens=203131 start={WRAP}",
     "packets of 16, 3 ranks": f"{PACKET16} ranks=3 calls=5 tokens=21021",
-    "two lanes in two threads": f"{PUSH} lanes=2 calls=5 tokens=12012",
     "two lanes in two threads, pull": f"{PULL} lanes=2 calls=5 tokens=12012",
-    "query, 4 ranks, 2 channels, all ways": "query ranks=4 channels=2 script=1214314 tokens=2132",
     "kv, 4 ranks, 2 channels": "kv ranks=4 channels=2 rows=6 script=1213213213213",
     "kv, 3 ranks, 2 channels, whole": "kv ranks=3 channels=2 rows=6 script=4343123434",
     "push, 3 ranks, one dies": f"{PUSH} ranks=3 channels=2 calls=3 tokens=222 deaths=4",
