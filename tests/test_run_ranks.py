@@ -182,8 +182,8 @@ def a_place_to_find():
 def test_the_deadline_shows_the_stack(mode):
     start = time.monotonic()
     with pytest.raises(RankFailure) as caught:
-        run_ranks(a_rank_hangs, 2, 1, mode=mode, timeout_s=1)
-    assert 1 <= time.monotonic() - start < 20
+        run_ranks(a_rank_hangs, 2, 1, mode=mode, timeout_s=4)
+    assert 4 <= time.monotonic() - start < 24
     assert caught.value.fates[0] == "returned"
     assert caught.value.fates[1].startswith("still running after ")
     assert "in a_place_to_find" in str(caught.value)
