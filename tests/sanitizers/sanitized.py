@@ -153,7 +153,7 @@ class Tree:
         }
         # Objects that only Python's own arenas point to would look lost: to LeakSanitizer these are no memory of interest.
         env |= {"PYTHONMALLOC": "malloc"} if leaks else {}
-        # UCX (of Open MPI) would put a lock into madvise, which a thread calls once more when ThreadSanitizer has forgotten it.
+        # UCX (of Open MPI) puts a lock into madvise, which a thread calls once more when ThreadSanitizer has forgotten it.
         env |= {"UCX_MEM_EVENTS": "no"} if "thread" in self.sanitizers else {}
         words = shlex.join(f"{name}={value}" for name, value in env.items())
 
