@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 
 import pytest
 
 from tests.vllm.cases import CHUNK, FOUR_RANKS, MANY_PROMPTS, NUM_TURNS, PROMPTS, SABOTAGE, TWO_RANKS
 from tests.vllm.conftest import lines
+from tests.vllm.conftest import run as run_processes
 
 # fp32: between two ways to add the same numbers 1e-5 was seen; between the first and second choice of a token, 5e-4.
 LOGPROB_TOLERANCE = 2e-5
@@ -217,6 +219,30 @@ def test_without_the_variable_vllm_is_itself(without, oracle):
         assert rank["dcp2"]["error"].startswith(refusal)
         assert "CPUMLAImpl does not" in rank["dcp2"]["error"]
         assert "dcpkernels.integrations.vllm_cpu" not in rank["modules"]
+
+
+UNSUPPORTED = """
+import logging, sys
+from dcpkernels.integrations import vllm as plugin
+plugin.VERSIONS = ((0, 1), (0, 28))
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention.ops import dcp
+from vllm.v1.worker.block_table import BlockTable
+names = ("get_direct_dcp_a2a_workspace", "dcp_a2a_lse_reduce", "cp_lse_ag_out_rs", "MLADCPManager")
+before = [getattr(dcp, name) for name in names], dict(vars(dcp.MLADCPManager)), dict(vars(BlockTable))
+load_general_plugins()
+assert plugin._tried, "vLLM has not loaded the plugin"
+assert before == ([getattr(dcp, name) for name in names], dict(vars(dcp.MLADCPManager)), dict(vars(BlockTable)))
+assert "dcpkernels.integrations.vllm_cpu" not in sys.modules and not any(plugin.calls().values())
+"""
+
+
+def test_a_version_that_nobody_looked_at_is_left_alone(tmp_path):
+    """By the real one's own loading of plugins: one warning, and nothing is replaced."""
+    log = tmp_path / "log"
+    run_processes([[sys.executable, "-c", UNSUPPORTED]], [log], [{"DCPKERNELS_VLLM": "1"}])
+    warnings = [line for line in log.read_text().splitlines() if "dcpkernels" in line]
+    assert len(warnings) == 1 and "vLLM is left as it is (vllm: version must be 0.1 to 0.28 (got 0." in warnings[0]
 
 
 # -- time
