@@ -440,7 +440,7 @@ def test_the_log_says_which_and_why(caplog, monkeypatch):
     lines = [record.getMessage() for record in caplog.records if record.name == "vllm.dcpkernels"]
     assert len(lines) == 2
     for line in lines:
-        assert line.startswith("dcpkernels: merge and query of 2 ranks on backend collective of dcpkernels (as asked), ")
+        assert line.startswith("dcpkernels: merge and query of 2 ranks on backend collective (as asked), ")
 
 
 def test_a_rank_that_does_not_come_is_an_error(monkeypatch):

@@ -155,9 +155,12 @@ class Collectives:
         except DcpError as reason:
             log.warning("dcpkernels: %s of %d ranks: vLLM's own collectives (%s)", what, group.world_size, reason)
             return None
+        # What all ranks of a host share is there with the direct backend only.
+        shared = Workspace.size(workspace.config, group.world_size, device).shared_total
         log.info(
-            "dcpkernels: %s of %d ranks on backend %s of dcpkernels (%s), %.1f MiB per rank",
+            "dcpkernels: %s of %d ranks on backend %s (%s), %.1f MiB per rank%s",
             what, group.world_size, workspace.backend, workspace.backend_reason, workspace.num_bytes / 2**20,
+            f", {shared / 2**20:.1f} MiB for all" if shared and workspace.backend == "direct" else "",
         )  # fmt: skip
         return workspace
 

@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--variants", default="", help="build these kernel variants only; the default is all")
     parser.add_argument("--record", type=Path, help="a file to which each file adds a line of JSON")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of each file")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # paths may come last
     # A shell has what it starts in the background ignore Ctrl-C, and all tests would inherit that: some send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     files = [file for path in arguments.paths for file in files_of(path)] or whole_suite()
