@@ -65,7 +65,8 @@ PACKAGE_LAYERS = {
     "cli": LEAVES | {"", "env", "layout", "reference", "testing", "cli", "kimi_k3", "planner", "_backend", "heap.memory"},
     # It looks at what heaps stand on, too.
     "cli.doctor": LEAVES
-    | {"", "env", "testing", "cli.doctor", "cli.output", "cli.parsing", "cli.table", "heap", "_backend"},
+    | {"", "env", "testing", "cli.doctor", "cli.output", "cli.parsing", "cli.table", "heap", "_backend"}
+    | {"integrations.vllm_versions"},
     "__main__": {"cli"},
     "": LEAVES,
 }

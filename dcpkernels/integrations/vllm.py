@@ -16,17 +16,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import re
 from typing import Any
 
 from dcpkernels import env
 from dcpkernels.errors import DcpUnsupported
-from dcpkernels.integrations import vllm_patch
+from dcpkernels.integrations import vllm_patch, vllm_versions
 from dcpkernels.integrations.vllm_workspaces import Collectives
 
 _log = logging.getLogger("vllm.dcpkernels")
-
-VERSIONS = ((0, 29), (0, 33))  # first and last that were looked at
 
 _DCP = "vllm.v1.attention.ops.dcp"
 _MERGE_PARAMETERS = "cp_attn_out cp_attn_lse cp_group ctx return_lse is_lse_base_on_e seq_lens query_start_loc"
@@ -103,13 +100,8 @@ def _patch(backend: str) -> Collectives:
 
 
 def _check_version(version: str) -> None:
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None or version.startswith("0.1.dev"):
-        return  # built from a checkout: its signatures decide
-    first, last = VERSIONS
-    if not first <= tuple(map(int, numbers.groups())) <= last:
-        rule = f"version must be {'.'.join(map(str, first))} to {'.'.join(map(str, last))}"
-        raise DcpUnsupported(f"vllm: {rule} (got {version})")
+    if not vllm_versions.is_known(version):
+        raise DcpUnsupported(f"vllm: version must be {vllm_versions.RANGE} (got {version})")
 
 
 def check_signature(module: Any, name: str, expected: str) -> None:

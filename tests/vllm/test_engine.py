@@ -224,7 +224,7 @@ def test_without_the_variable_vllm_is_itself(without, oracle):
 UNSUPPORTED = """
 import logging, sys
 from dcpkernels.integrations import vllm as plugin
-plugin.VERSIONS = ((0, 1), (0, 28))
+plugin.vllm_versions.VERSIONS = ((0, 1), (0, 28))
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.ops import dcp
 from vllm.v1.worker.block_table import BlockTable
@@ -242,7 +242,7 @@ def test_a_version_that_nobody_looked_at_is_left_alone(tmp_path):
     log = tmp_path / "log"
     run_processes([[sys.executable, "-c", UNSUPPORTED]], [log], [{"DCPKERNELS_VLLM": "1"}])
     warnings = [line for line in log.read_text().splitlines() if "dcpkernels" in line]
-    assert len(warnings) == 1 and "vLLM is left as it is (vllm: version must be 0.1 to 0.28 (got 0." in warnings[0]
+    assert len(warnings) == 1 and "vLLM is left as it is (vllm: version must be 0.29 to 0.33 (got 0." in warnings[0]
 
 
 # -- time

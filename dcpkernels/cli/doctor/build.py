@@ -109,7 +109,7 @@ _PREFIX = "DCPKERNELS_"
 def check_variables(facts: Facts) -> Finding:
     known = [variable.name for variable in env.VARIABLES]
     try:
-        for read in (env.cpu_isa, env.timeout_s, env.first_call_timeout_s, env.read_only_views):
+        for read in (env.cpu_isa, env.timeout_s, env.first_call_timeout_s, env.read_only_views, env.vllm_backend):
             read()
     except DcpError as error:
         return fail(str(error), "unset it, or give it such a value")

@@ -67,6 +67,12 @@ def _try_shared_memory() -> None:
     try_it()
 
 
+def _installed_vllm() -> tuple[str, bool] | None:
+    from dcpkernels.cli.doctor.engines import installed_vllm
+
+    return installed_vllm()
+
+
 @dataclass
 class Facts:
     """A machine as the checks see it. `root` stands before every path of /proc, /sys and /dev."""
@@ -77,6 +83,7 @@ class Facts:
     num_cpus: int = 1  # that ranks of this host can keep busy
     shm_bytes: Callable[[str], int] = lambda path: os.statvfs(path).f_frsize * os.statvfs(path).f_blocks
     try_shared_memory: Callable[[], None] = _try_shared_memory
+    installed_vllm: Callable[[], tuple[str, bool] | None] = _installed_vllm
     scrubber: Scrubber = field(default_factory=Scrubber)
 
     @cached_property

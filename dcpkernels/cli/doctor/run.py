@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dcpkernels import _backend
 from dcpkernels.cli import output
-from dcpkernels.cli.doctor import build, collective, container, host, render, torch_match
+from dcpkernels.cli.doctor import build, collective, container, engines, host, render, torch_match
 from dcpkernels.cli.doctor.check import Check, Facts, Result, results
 from dcpkernels.cli.doctor.gpu import cells
 from dcpkernels.cli.doctor.privacy import Scrubber
@@ -21,6 +21,7 @@ ALL_CHECKS: tuple[Check, ...] = (
     *CHECKS,
     *build.checks(TARGETS),
     *torch_match.CHECKS,
+    *engines.CHECKS,
     *host.CHECKS,
     *container.CHECKS,
     *(check for vendor in VENDORS for check in vendor.checks),
