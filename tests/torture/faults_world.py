@@ -177,6 +177,8 @@ def _play(store: Any, world: World, round_idx: int, members: list[int], rank: in
         play(most=None if round_.how in ("kill", "stop") else 150)
     except DcpError as error:
         seen = Seen(type(error).__name__, error.ranks, str(error), time.monotonic())
+        if round_.how == "kill" and place in round_.victims and not round_.instruction:
+            time.sleep(LONG_S)  # another victim was the first; this one has no next round
     seen.num_calls = mix.num_calls
     if stepper is not None:
         stepper.disarm()
