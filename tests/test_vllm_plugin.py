@@ -431,6 +431,9 @@ def test_prefill_context_parallelism_stays_vllms(use_a2a):
         managers = ranks.managers(use_pcp=True)
         own = "vllm's a2a" if use_a2a else "vllm's ag_rs"
         assert [manager.combine(None, None) for manager in managers] == [own] * 2
+        buffer = torch.zeros(12, DQ)
+        ranks.run(lambda rank: managers[rank].init_kv_gather(buffer, 8))
+        assert [manager.kv_gather(None, None) for manager in managers] == ["vllm's kv"] * 2
 
 
 def test_the_log_says_which_and_why(caplog, monkeypatch):

@@ -60,7 +60,7 @@ def replace(dcp: ModuleType, collectives: Collectives) -> None:
         for importer in map(sys.modules.get, IMPORTERS):
             if getattr(importer, name, None) is original:
                 setattr(importer, name, ours)
-    _wrap_constructor(dcp.MLADCPManager)
+    _wrap_constructor(dcp.MLADCPManager, collectives)
 
 
 # -- factories: a workspace of ours, or what vLLM's own gives
@@ -179,7 +179,7 @@ def _merge_function(original: Callable[..., Any], collectives: Collectives) -> C
     return merge
 
 
-def _wrap_constructor(manager: type) -> None:
+def _wrap_constructor(manager: type, collectives: Collectives) -> None:
     init = manager.__init__  # type: ignore[misc]
     signature = inspect.signature(init)
 
@@ -191,6 +191,8 @@ def _wrap_constructor(manager: type) -> None:
             init(self, *args, **kwargs)
         finally:
             _building.reset(token)
+        if building.arguments["use_pcp"]:
+            collectives.decline(self.group)
         _choose_combine(self, building)
 
     manager.__init__ = wrapped  # type: ignore[misc]

@@ -75,6 +75,7 @@ class Collectives:
         self.lane = lane
         self._backend = backend
         self._made: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+        self._declined: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def mla(self, group: Any, shape: MlaShape) -> MlaCollectives | None:
         """The merge and the query gather of layers of a shape; None: all ranks keep what vLLM has."""
@@ -85,10 +86,16 @@ class Collectives:
 
         return self._once(group, shape, make)
 
+    def decline(self, group: Any) -> None:
+        """The context of this group stays vLLM's."""
+        self._declined.add(group)
+
     def kv(
         self, group: Any, device: torch.device, max_rows: int, row_dim: int, dtype: torch.dtype, num_lanes: int
     ) -> KVGather | None:
         """The gather of context; None as in `mla`."""
+        if group in self._declined:
+            return None
 
         def config() -> WorkspaceConfig:
             # Nothing is merged here: the least that a workspace can merge.
