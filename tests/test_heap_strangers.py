@@ -114,7 +114,8 @@ def test_callers_that_say_nothing_keep_nobody_out():
             waiting = [caller for caller in waiting if caller.connect_ex(addresses[0].name) != 0]
         while not deadline.expired and len(there := [caller for caller in silent if not is_over(caller)]) > 64:
             time.sleep(0.01)
-        assert not waiting and len(there) == 64
+        # The other rank's call, before its hello is read, may have been one of the 64 when the last of these made room.
+        assert not waiting and 63 <= len(there) <= 64
         last = connect(made, addresses, ranks=[2])
         assert_connected(ranks.result() + last)
         assert all(map(is_over, silent))
