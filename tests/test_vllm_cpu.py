@@ -238,8 +238,11 @@ def test_context_is_gathered_across_ranks_where_it_is_asked_for(modules):
     vllm_cpu.register()
     gather = modules.named["vllm._custom_ops"].gather_mla_context_cache_cpu
     plans, taken = [SimpleNamespace(), SimpleNamespace()], []
-    chunks = [SimpleNamespace(request_slice=slice(i, i + 1), _dcpkernels_plan=plan) for i, plan in enumerate(plans)]
     ours = SimpleNamespace(gather_in_order=lambda out, cache, plan: taken.append((out, cache, plan)))
+    chunks = [
+        SimpleNamespace(request_slice=slice(i, i + 1), _dcpkernels_plan=((ours, BLOCK, 1), plan))
+        for i, plan in enumerate(plans)
+    ]
     cache, outs = torch.zeros(4, BLOCK, 8), [torch.zeros(3, 8) for _ in range(4)]
     unused = {"block_table": None, "starts": None, "cu_seq_lens": None}
     gather(src_cache=cache, dst=outs[0], **unused)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import weakref
 from contextlib import contextmanager
@@ -288,6 +289,8 @@ def test_context_is_gathered_in_sequence_order(num_ranks, interleave):
                     gather.gather_in_order(out, caches[rank], plan)
                     plans.add(id(plan))
                 assert len(plans) == 1
+                other = SimpleNamespace(workspace=gather.workspace)  # of a draft model
+                assert chunk_plan(chunk, tables[rank], block_size=block, interleave=interleave, gather=other) is not plan
                 return out
 
             parts = zip(context, starts, lengths, strict=True)
@@ -390,6 +393,26 @@ def test_a_missing_name_and_a_missing_module(caplog, monkeypatch):
     with engine():
         pass
     assert "dcp_utils must be importable" in caplog.text
+
+
+def test_parameters_that_became_keyword_only_are_other_ones(caplog):
+    def kv(*, group, device, max_gathered_tokens, token_dim, dtype, num_ubatches): ...
+
+    with engine(break_it=lambda dcp: setattr(dcp, "get_direct_dcp_kv_gather_workspace", kv)) as ranks:
+        assert vllm_is_as_it_was(ranks.dcp)
+    assert "(got * group device" in caplog.text
+
+
+def test_nothing_is_changed_where_a_later_piece_is_missing(caplog, monkeypatch):
+    registered = []
+    monkeypatch.setitem(sys.modules, "dcpkernels.integrations.vllm_cpu", SimpleNamespace(register=lambda: registered.append(1)))
+    for cpu in (True, False):
+        monkeypatch.setattr(plugin, "_tried", False)
+        with fake_vllm.installed(lambda: None, cpu=cpu) as dcp:
+            del sys.modules["vllm.v1.worker.ubatching"].dbo_current_ubatch_id
+            plugin.register()
+            assert vllm_is_as_it_was(dcp) and registered == []
+    assert caplog.text.count(WARNING) == 2
 
 
 def test_a_wrong_variable_is_a_warning(monkeypatch, caplog):

@@ -92,9 +92,12 @@ def _patch(backend: str) -> Collectives:
         raise DcpUnsupported(f"vllm: {_DCP} must be importable (got {error})") from error
     for name, expected in SIGNATURES.items():
         check_signature(dcp, name, expected)
-    if importlib.import_module("vllm.platforms").current_platform.is_cpu():
+    # All that may be missing comes first, so that nothing is changed where something is.
+    lane = importlib.import_module("vllm.v1.worker.ubatching").dbo_current_ubatch_id
+    is_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
+    collectives = Collectives(backend, lane)
+    if is_cpu:
         importlib.import_module("dcpkernels.integrations.vllm_cpu").register()
-    collectives = Collectives(backend, importlib.import_module("vllm.v1.worker.ubatching").dbo_current_ubatch_id)
     vllm_patch.replace(dcp, collectives)
     return collectives
 
@@ -105,13 +108,19 @@ def _check_version(version: str) -> None:
 
 
 def check_signature(module: Any, name: str, expected: str) -> None:
-    """Raises DcpUnsupported unless `name`, as "function" or "Class.method", has the parameters that are expected."""
+    """Raises DcpUnsupported unless `name`, as "function" or "Class.method", has the parameters that are expected; "*" stands
+    before those that are passed by name only."""
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
     where = f"{getattr(module, '__name__', module)}.{name}"
     if not callable(found):
         raise DcpUnsupported(f"vllm: {where} must exist (got none)")
-    parameters = " ".join(inspect.signature(found).parameters)
+    words: list[str] = []
+    for parameter in inspect.signature(found).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        words.append(parameter.name)
+    parameters = " ".join(words)
     if parameters != expected:
         raise DcpUnsupported(f"vllm: {where} must have the parameters {expected} (got {parameters})")

@@ -36,8 +36,10 @@ def chunk_plan(
     block_table: int32 [num_requests of the chunk, max_blocks], this rank's, on the CPU. `plan.block_size` divides block_size:
     the cache has to be looked at in blocks of so many rows, as `KVGather.gather_in_order` does.
     """
-    plan = getattr(chunk, _PLAN, None)
-    if plan is not None:
+    # Layers of a model ask alike; a draft model with a gather of its own may not.
+    asked = (gather, block_size, interleave)
+    kept_for, plan = getattr(chunk, _PLAN, (None, None))
+    if kept_for == asked:
         return plan
     starts = chunk.local_starts  # of each request, in local slots
     # Blocks so small that each request begins with a whole one.
@@ -57,5 +59,5 @@ def chunk_plan(
         chunk_size=workspace.config.kv_chunk_rows,
         interleave=interleave,
     )
-    setattr(chunk, _PLAN, plan)
+    setattr(chunk, _PLAN, (asked, plan))
     return plan

@@ -41,7 +41,7 @@ SIGNATURES = (
     ),
     ("vllm.v1.worker.block_table", "BlockTable.compute_slot_mapping", "self num_reqs query_start_loc positions"),
     ("vllm._custom_ops", "cp_gather_cache", "src_cache dst block_table cu_seq_lens batch_size seq_starts"),
-    ("vllm._custom_ops", "gather_mla_context_cache_cpu", "src_cache dst block_table starts cu_seq_lens"),
+    ("vllm._custom_ops", "gather_mla_context_cache_cpu", "* src_cache dst block_table starts cu_seq_lens"),
     (
         "vllm.v1.attention.backends.mla.cpu_mla",
         "CPUMLAImpl._compute_prefill_context",
