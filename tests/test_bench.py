@@ -28,7 +28,7 @@ from dcpkernels.errors import DcpError
 from dcpkernels.testing import run_ranks
 
 FEW = ["--iters", "3", "--warmup", "1", "--turn", "2"]
-MERGE = ["bench", "a2a_lse_reduce", "--heads", "4", "--head-dim", "64", "--tokens", "2", *FEW]
+MERGE = ["bench", "a2a_lse_reduce", "--heads", "4", "--head-dim", "64", "--tokens", "2", "--zero-copy", "no", *FEW]
 
 
 def ops_of(command: str) -> list[BenchOp]:
@@ -44,6 +44,24 @@ def test_a_sweep_is_one_op_for_each_combination() -> None:
     wires = [("bulk", 8), ("packet", 8), ("packet", 128)]  # packets have a size, bulk has none to repeat it for
     assert ways == [(dtype, us, *wire) for dtype in ("bf16", "fp32") for us in (0, 5) for wire in wires]
     assert [op.fields()["packet_bytes"] for op in ops[:3]] == [None, 8, 128]
+
+
+@pytest.mark.parametrize(
+    ("options", "zero_copy"),
+    [
+        ("", [False, True]),  # what a caller on a CPU can choose from
+        ("--wire auto", [False]),
+        ("--wire bulk,packet", [False, False]),
+        ("--device cuda --dtype bf16,fp32", [False, False]),
+        ("--zero-copy", [True]),
+        ("--zero-copy --wire bulk", [True]),
+        ("--zero-copy no", [False]),
+        ("--zero-copy yes,no,yes", [True, False]),
+    ],
+)
+def test_where_the_input_lies(options: str, zero_copy: list[bool]) -> None:
+    assert [op.zero_copy for op in ops_of(f"a2a_lse_reduce {options}")] == zero_copy
+    assert [op.zero_copy for op in ops_of("all") if isinstance(op, A2aLseReduce)] == [False, True]
 
 
 def test_a_sweep_has_nothing_twice() -> None:
@@ -100,9 +118,9 @@ def test_all_ops_with_what_they_have_in_common(
     options = ["--warmup", "1", "--turn", "2", "--baselines", "none", "--dtype", "fp32", "--skew-us", "5"]
     assert main(["bench", "all", *options, "--json", str(out)]) == 0
     rows, printed = json.loads(out.read_text()), capsys.readouterr().out
-    names = ["a2a_lse_reduce", "query_gather", "query_gather", "kv_gather"]
+    names = ["a2a_lse_reduce", "a2a_lse_reduce", "query_gather", "query_gather", "kv_gather"]
     assert [row["op"] for row in rows] == names
-    assert [row["num_iters"] for row in rows] == [200, 200, 200, 5]  # each op's own
+    assert [row["num_iters"] for row in rows] == [200, 200, 200, 200, 5]  # each op's own
     assert all((row["dtype"], row["skew_us"]) == ("fp32", 5) for row in rows)
     # A table for each.
     assert printed.count("median us") == 3 and printed.count("wrong bytes") == 2 and printed.count("err / bound") == 1
@@ -121,6 +139,7 @@ def test_a_bad_combination_ends_the_run_before_the_first_row(
     [
         (["--mode", "graph"], "bench: mode must be of eager with device cpu (got graph)"),
         (["--mode", ","], "bench: mode must name at least one mode (got none)"),
+        (["--zero-copy", ","], "bench: zero_copy must name at least one answer (got none)"),
         (["--dtype", ","], "bench: dtype must name at least one type (got none)"),
         (["--skew-us", ","], "bench: skew_us must name at least one number (got none)"),
         (["--skew-us", "0,2e6"], "bench: skew_us must be at most 1e+06 (got 2e+06)"),

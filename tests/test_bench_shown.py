@@ -16,7 +16,7 @@ from dcpkernels.cli.bench_op import BenchOp
 from dcpkernels.errors import DcpUnsupported
 
 FEW = ["--iters", "3", "--warmup", "1", "--turn", "2"]
-MERGE = ["bench", "a2a_lse_reduce", "--heads", "4", "--head-dim", "64", "--tokens", "2", *FEW]
+MERGE = ["bench", "a2a_lse_reduce", "--heads", "4", "--head-dim", "64", "--tokens", "2", "--zero-copy", "no", *FEW]
 
 
 def ops_of(command: str) -> list[BenchOp]:
@@ -67,12 +67,13 @@ def test_bars_leave_stdout_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_a_row_is_named_by_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
     op = A2aLseReduce(wire="auto", ranks=(2,), tokens=(4,), num_heads=8, head_dim=16, iters=1, baselines=())
-    with pytest.MonkeyPatch.context() as patch, progress.RowBars(2) as bars:
+    with pytest.MonkeyPatch.context() as patch, progress.RowBars(3) as bars:
         patch.setattr(bench, "measure_row", lambda *args, **options: ({}, {}))
-        for wire in ("auto", "packet"):
-            bench._rows(replace(op, wire=wire), "baseline", bars)
-    auto, packet = capsys.readouterr().err.splitlines()
+        for way in ({"wire": "auto"}, {"wire": "packet"}, {"zero_copy": True}):
+            bench._rows(replace(op, **way), "baseline", bars)
+    auto, packet, zero_copy = capsys.readouterr().err.splitlines()
     assert "wire auto, 2 ranks" in auto and "wire packet, packet_bytes 8, 2 ranks" in packet
+    assert "wire auto, zero_copy, 2 ranks" in zero_copy
 
 
 def test_a_table_has_columns_for_what_differs() -> None:
@@ -88,6 +89,13 @@ def test_a_table_has_columns_for_what_differs() -> None:
     assert x.columns[:4] == ["ranks", "rows", "skew us", "median us"] and y.columns[2] == "median us"
     assert x.lines[0] == ["2", "1,000", "0", "2.0", "9.0", "1.000", "1.0", "50", "0", "-", "-", "-"]
     assert x.lines[1][-3:] == ["10.0", "20.0", "2.5x"] and y.lines[0][-2:] == ["-", "0"]
+
+
+def test_a_table_of_both_places_of_the_input() -> None:
+    common = {"op": "x", "num_ranks": 2, "num_tokens": 1, "median_us": 2.0, "p99_us": 9.0, "bytes": 2**20,
+              "floor_us": 1.0, "max_err_over_bound": 0.5, "pct_of_floor": 50.0, "baselines": {}}  # fmt: skip
+    (shown,) = bench_table.tables_of([{**common, "zero_copy": zero_copy} for zero_copy in (False, True)])
+    assert shown.columns[2] == "zero copy" and [line[2] for line in shown.lines] == ["no", "yes"]
 
 
 def test_devices_and_their_modes() -> None:

@@ -22,6 +22,7 @@ from dcpkernels.testing import run_ranks
 ROOT = Path(__file__).parents[1]
 TINY_ARGS = ["--ranks", "2", "--context", "300", "--batch", "3", "--iters", "3"]
 TINY_BENCH = ["bench", "a2a_lse_reduce", "--heads", "4", "--head-dim", "64", "--iters", "5", "--warmup", "1"]
+TINY_BENCH += ["--zero-copy", "no"]
 
 
 # -- bench

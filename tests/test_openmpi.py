@@ -18,6 +18,7 @@ from dcpkernels.cli.exact import all_gather
 from dcpkernels.errors import DcpUnsupported
 
 TINY_BENCH = ["bench", "a2a_lse_reduce", "--heads", "4", "--head-dim", "64", "--iters", "5", "--warmup", "1"]
+TINY_BENCH += ["--zero-copy", "no"]
 
 # Stands in for mpirun: starts the places, as many as asked for, with what they need of its environment.
 FAKE_MPIRUN = f"""#!{sys.executable}

@@ -56,6 +56,8 @@
 //   numbers   fma, exp2 (x <= 0), log2, abs; to_float, from_float<T>, rounding to nearest even; bit_cast
 //   vectors   RowVec<T> {kElements, broadcast, load, store, stream} for float, Half, BFloat16; fma
 //             kRowBlock, kHeadTile
+//             prefetch<kBytes>(from, offset): so many bytes at from + offset are read soon, if they exist.
+//             heads_ahead(head_bytes): how many heads before that it pays. It may do nothing
 //             streams_output(num_bytes), kStreamAlignment, streams_done(): for large outputs
 //
 // Every number is the result of correctly rounded IEEE operations in a stated order, so that the variants of

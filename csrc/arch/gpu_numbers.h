@@ -160,6 +160,9 @@ DCP_FN RowVec<T> fma(const RowVec<T>& a, const RowVec<T>& b, const RowVec<T>& c)
 
 // One vector a lane: neighbouring lanes then touch neighbouring 16 bytes, and other groups hide the latency.
 inline constexpr int kRowBlock = 1;
+template <int kBytes>
+DCP_FN void prefetch(const void*, int64_t) {}
+DCP_FN int heads_ahead(int64_t) { return 1; }
 
 // One head a work item: a decode step has few rows, so their heads must spread over the groups of the CTA.
 inline constexpr int kHeadTile = 1;

@@ -1,4 +1,5 @@
-// Row arithmetic, by the lanes of one group: the weighted sum of an output row over the live shards.
+// Row arithmetic, by the lanes of one group: where the shards of a tile are, their weights, and the weighted
+// sum of an output row over the live ones.
 #pragma once
 
 #include "arch/target.h"
@@ -59,6 +60,47 @@ DCP_FN void weights_of_lses(const Lanes& lanes, const LanePart& part, int num_sh
   }
 }
 
+// Heads [first_head, first_head + num_heads) of one row, num_heads <= kHeadTile.
+struct Tile {
+  int64_t row;    // of the staging
+  int64_t token;  // of the tensors
+  int first_head;
+  int num_heads;
+};
+
+// Where a shard's rows of this rank's heads lie: row 0 of the round, first head. Strides in elements.
+struct ShardRows {
+  const void* first;
+  int64_t row_stride, head_stride;
+};
+
+// Lists the shards of one head that have weight, in rank order. The others drop out: what they hold is never
+// read, and 0 x NaN never happens.
+template <class T>
+DCP_FN int list_live(const ShardRows* shards, int num_ranks, const Tile& tile, int h,
+                     const float (*weight)[arch::kHeadTile], float* live_weight, const void** live_source) {
+  int num_live = 0;
+  for (int s = 0; s < num_ranks; ++s) {
+    if (weight[s][h] == 0.0f) continue;
+    live_weight[num_live] = weight[s][h];
+    live_source[num_live] = static_cast<const T*>(shards[s].first) + tile.row * shards[s].row_stride +
+                            (tile.first_head + h) * shards[s].head_stride;
+    ++num_live;
+  }
+  return num_live;
+}
+
+// How far behind one head of a peer's rows lies what comes a little later, in elements: another head of the
+// row, or one of the next row.
+template <class T>
+DCP_FN int64_t next_read(const ShardRows& shard, int head, int num_heads, int64_t head_dim,
+                         int64_t row_step) {
+  const int num_ahead = arch::heads_ahead(head_dim * int64_t(sizeof(T)));
+  const bool is_next_row = head + num_ahead >= num_heads;
+  return num_ahead * shard.head_stride +
+         (is_next_row ? row_step * shard.row_stride - num_heads * shard.head_stride : 0);
+}
+
 template <class T, class Lanes>
 DCP_FN void fill_row(const Lanes& lanes, T* row, int64_t num_elements, float value) {
   for (int64_t d = lanes.rank(); d < num_elements; d += lanes.size()) row[d] = arch::from_float<T>(value);
@@ -67,7 +109,7 @@ DCP_FN void fill_row(const Lanes& lanes, T* row, int64_t num_elements, float val
 // kNumVecs neighbouring vectors at once: independent sums hide the latency of the fma chain over the shards.
 template <int kNumVecs, bool kStream, class T>
 DCP_FN void weighted_sum_block(T* out, const T* const* sources, const float* weights, int num_sources,
-                               int64_t offset) {
+                               int64_t offset, int64_t next_read) {
   using Vec = arch::RowVec<T>;
   Vec sum[kNumVecs];
   for (int v = 0; v < kNumVecs; ++v) sum[v] = Vec::broadcast(0.0f);
@@ -75,6 +117,7 @@ DCP_FN void weighted_sum_block(T* out, const T* const* sources, const float* wei
   for (int s = 0; s < num_sources; ++s) {
     const Vec weight = Vec::broadcast(weights[s]);
     const T* source = sources[s] + offset;
+    arch::prefetch<kNumVecs * Vec::kElements * sizeof(T)>(source, next_read * int64_t(sizeof(T)));
     for (int v = 0; v < kNumVecs; ++v)
       sum[v] = arch::fma(weight, Vec::load(source + v * Vec::kElements), sum[v]);
   }
@@ -86,24 +129,25 @@ DCP_FN void weighted_sum_block(T* out, const T* const* sources, const float* wei
 
 // out[d] = sum_s weights[s] * sources[s][d], in the order of s, in fp32, rounded once to T. An element goes
 // through the same operations whether it is computed in a block, in a vector or alone: hence the same bits.
-// `streams`: the output is large, and goes past the caches where its address allows that.
+// `next_read`: so many elements behind `sources` lies what will be read next. `streams`: the output is large,
+// and goes past the caches where its address allows that.
 template <class T, class Lanes>
 DCP_FN void weighted_sum_row(const Lanes& lanes, T* out, const T* const* sources, const float* weights,
-                             int num_sources, int64_t num_elements, bool streams) {
+                             int num_sources, int64_t num_elements, int64_t next_read, bool streams) {
   constexpr int64_t kVec = arch::RowVec<T>::kElements, kBlock = arch::kRowBlock * kVec;
   const int64_t blocks_end = num_elements - num_elements % kBlock,
                 vecs_end = num_elements - num_elements % kVec;
   if (streams && reinterpret_cast<uint64_t>(out) % arch::kStreamAlignment == 0) {
     for (int64_t d = lanes.rank() * kBlock; d < blocks_end; d += lanes.size() * kBlock) {
-      weighted_sum_block<arch::kRowBlock, true>(out, sources, weights, num_sources, d);
+      weighted_sum_block<arch::kRowBlock, true>(out, sources, weights, num_sources, d, next_read);
     }
   } else {
     for (int64_t d = lanes.rank() * kBlock; d < blocks_end; d += lanes.size() * kBlock) {
-      weighted_sum_block<arch::kRowBlock, false>(out, sources, weights, num_sources, d);
+      weighted_sum_block<arch::kRowBlock, false>(out, sources, weights, num_sources, d, next_read);
     }
   }
   for (int64_t d = blocks_end + lanes.rank() * kVec; d < vecs_end; d += lanes.size() * kVec) {
-    weighted_sum_block<1, false>(out, sources, weights, num_sources, d);
+    weighted_sum_block<1, false>(out, sources, weights, num_sources, d, next_read);
   }
   for (int64_t d = vecs_end + lanes.rank(); d < num_elements; d += lanes.size()) {
     float sum = 0.0f;

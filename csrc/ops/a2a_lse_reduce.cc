@@ -16,6 +16,7 @@ using Lanes = arch::Lanes<32>;
 
 // One tile of heads of one row is merged by one group of lanes.
 struct Shared {
+  ShardRows shards[kMaxRanks];
   float weight[Lanes::kMaxGroups][kMaxRanks][arch::kHeadTile];
   float live_weight[Lanes::kMaxGroups][kMaxRanks];
   const void* live_source[Lanes::kMaxGroups][kMaxRanks];
@@ -180,14 +181,6 @@ DCP_FN Status receive(const arch::Cta& cta, const Params& p, const Round& round,
   return channel.confirm();
 }
 
-// Heads [first_head, first_head + num_heads) of one row, num_heads <= kHeadTile.
-struct Tile {
-  int64_t row;    // of the staging
-  int64_t token;  // of the tensors
-  int first_head;
-  int num_heads;
-};
-
 // The weights of a tile: weight[s][h] = exp(lse_s - max) / sum, 0 for an empty shard. Every head is summed
 // over the shards in rank order; the tile's heads go side by side. The loops over heads are the inner ones
 // and have no branches: of such loops the compiler makes vectors.
@@ -224,29 +217,25 @@ DCP_FN void tile_weights(const Lanes& lanes, const Params& p, const Round& round
   lanes.sync();
 }
 
-// Lists the shards of one head that have weight, in rank order. The others drop out: what they hold is never
-// read, and 0 x NaN never happens.
+// Finds the shards' rows of this round, by all threads of the CTA.
 template <class T, Wire kWire>
-DCP_FN int list_live(const Params& p, const Channel* channel, const Round& round, const Tile& tile, int h,
-                     const float (*weight)[arch::kHeadTile], float* live_weight, const void** live_source) {
-  const int rank = p.symm.rank, head = tile.first_head + h, global_head = rank * p.num_local_heads + head;
-  int num_live = 0;
-  for (int s = 0; s < p.symm.num_ranks; ++s) {
-    if (weight[s][h] == 0.0f) continue;
-    live_weight[num_live] = weight[s][h];
+DCP_FN void find_shards(const arch::Cta& cta, const Params& p, const Channel* channel, const Round& round,
+                        ShardRows* shards) {
+  const int rank = p.symm.rank, first_head = rank * p.num_local_heads;
+  for (int s = cta.thread_rank(); s < p.symm.num_ranks; s += cta.size()) {
     if (s == rank) {
-      live_source[num_live] = own_head<T>(p, tile.token, global_head);
+      shards[s] = {own_head<T>(p, round.first_row, first_head), p.partial_out_token_stride,
+                   p.partial_out_head_stride};
     } else if constexpr (kWire == Wire::kPull) {
       const PayloadPlace at = channel->payload_of(s);
-      live_source[num_live] =
-          symm_at<const T>(p.symm, s, at.offset) + tile.row * at.token_stride + global_head * at.head_stride;
+      shards[s] = {symm_at<const T>(p.symm, s, at.offset) + first_head * at.head_stride, at.token_stride,
+                   at.head_stride};
     } else {
-      const uint64_t from = plain_row<kWire>(p, s, round, tile.row);
-      live_source[num_live] = symm_own<const T>(p.symm, from) + int64_t(head) * p.head_dim;
+      shards[s] = {symm_own<const T>(p.symm, plain_row<kWire>(p, s, round, 0)),
+                   int64_t(p.unpacked.row_bytes / sizeof(T)), p.head_dim};
     }
-    ++num_live;
   }
-  return num_live;
+  cta.sync();
 }
 
 // Step `reduce`: this channel's rows of this round.
@@ -259,6 +248,9 @@ DCP_FN void reduce(const arch::Cta& cta, const Params& p, const Channel* channel
   const ChannelRows rows = channel_rows(cta.index(), p.control.num_channels);
   const int64_t num_channel_rows = (round.num_rows - rows.first + rows.step - 1) / rows.step;
   const int num_tiles = (p.num_local_heads + arch::kHeadTile - 1) / arch::kHeadTile;
+  if (num_channel_rows == 0) return;
+  find_shards<T, kWire>(cta, p, channel, round, shared.shards);
+  const ShardRows& peer = shared.shards[p.symm.rank == 0 ? p.symm.num_ranks - 1 : 0];
   const bool streams =
       arch::streams_output(p.num_tokens * p.num_local_heads * p.head_dim * int64_t(sizeof(T)));
   float (*weight)[arch::kHeadTile] = shared.weight[lanes.group()];
@@ -273,12 +265,14 @@ DCP_FN void reduce(const arch::Cta& cta, const Params& p, const Channel* channel
     for (int h = 0; h < tile.num_heads; ++h) {
       int num_live = 0;
       if (lanes.rank() == 0) {
-        num_live = list_live<T, kWire>(p, channel, round, tile, h, weight, live_weight, live_source);
+        num_live =
+            list_live<T>(shared.shards, p.symm.num_ranks, tile, h, weight, live_weight, live_source);
       }
       num_live = lanes.broadcast(num_live);
       T* out = static_cast<T*>(p.out) + token * p.out_token_stride + (first_head + h) * p.out_head_stride;
+      const int64_t next = next_read<T>(peer, first_head + h, p.num_local_heads, p.head_dim, rows.step);
       weighted_sum_row(lanes, out, reinterpret_cast<const T* const*>(live_source), live_weight, num_live,
-                       p.head_dim, streams);
+                       p.head_dim, next, streams);
       lanes.sync();
     }
   }

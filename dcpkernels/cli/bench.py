@@ -60,6 +60,7 @@ def _sweep(kind: type[BenchOp], args: argparse.Namespace) -> list[BenchOp]:
     }
     for name in {"ranks", kind.SIZES} & options.keys():  # named twice it is one row still
         options[name] = tuple(dict.fromkeys(options[name]))
+    options = kind.sweeps_unasked(args.device, options) | options
     swept = {name: options.pop(name) for name in kind.SWEEPS if name in options}
     for name, values in swept.items():
         _require_some(name, values)
@@ -111,7 +112,7 @@ def _rows(op: BenchOp, isa: str, bars: RowBars) -> list[dict[str, Any]]:
     num_calls = (1 + len(op.baselines)) * measure.num_samples(op.iters, op.warmup, op.turn)
     told = op.fields()  # of what is swept over, also what says nothing here: the bytes of packets where none are sent
     values = {name: told.get(name, getattr(op, name)) for name in op.SWEEPS[1:]}
-    swept = ", ".join([op.NAME, op.dtype, *(f"{name} {value}" for name, value in values.items() if value)])
+    swept = ", ".join([op.NAME, op.dtype, *(name if value is True else f"{name} {value}" for name, value in values.items() if value)])
     rows = []
     for num_ranks in op.ranks:
         for size in op.sizes:
@@ -148,7 +149,7 @@ def _require_some(option: str, values: Sequence[object]) -> None:
         raise DcpInvalidArgument(f"bench: {option} must name at least one {_KINDS.get(option, 'number')} (got none)")
 
 
-_KINDS = {"dtype": "type", "mode": "mode", "wire": "wire"}
+_KINDS = {"dtype": "type", "mode": "mode", "wire": "wire", "zero_copy": "answer"}
 
 
 def measure_row(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,12 @@ class A2aLseReduce(BenchOp):
     ERROR: ClassVar[str] = "max_err_over_bound"
     ERROR_COLUMN: ClassVar[str] = "err / bound"
     MAX_ERROR: ClassVar[float] = 1.0
-    SWEEPS: ClassVar[tuple[str, ...]] = (*BenchOp.SWEEPS, "wire", "packet_bytes")
+    SWEEPS: ClassVar[tuple[str, ...]] = (*BenchOp.SWEEPS, "wire", "packet_bytes", "zero_copy")
+
+    @classmethod
+    def sweeps_unasked(cls, device: str, asked: Container[str]) -> dict[str, tuple[Any, ...]]:
+        """A caller on a CPU has the choice of both. Who names a wire means what travels over it."""
+        return {"zero_copy": (False, True)} if device == "cpu" and "wire" not in asked else {}
 
     def canonical(self) -> A2aLseReduce:
         return self if self.wire == "packet" else replace(self, packet_bytes=A2aLseReduce.packet_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -85,6 +85,11 @@ class BenchOp(ABC):
     ERROR_COLUMN: ClassVar[str]
     MAX_ERROR: ClassVar[float]
     SWEEPS: ClassVar[tuple[str, ...]] = ("dtype", "mode", "skew_us")
+
+    @classmethod
+    def sweeps_unasked(cls, device: str, asked: Container[str]) -> dict[str, tuple[Any, ...]]:
+        """Of the fields in SWEEPS, what the command line sweeps over where it is not told, with the options `asked` for."""
+        return {}
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dcpkernels import env
-from dcpkernels.cli.parsing import count, list_of, microseconds, number_of, one_of, ratio, seed
+from dcpkernels.cli.parsing import count, list_of, microseconds, number_of, one_of, ratio, seed, yes_or_no
 
 _MERGED = ("bf16", "fp16", "fp32")
 _WIRES = ("auto", "bulk", "packet")
@@ -108,12 +108,13 @@ def add(
     _add_tokens_and_heads(add, "elements of one head's output", 512)
     _add_baselines(add, _PEERS)
     _add_burst(add)
-    add("--wire", type=list_of(one_of(*_WIRES)), default=("auto",), metavar="WIRE[,WIRE...]",
+    add("--wire", type=list_of(one_of(*_WIRES)), metavar="WIRE[,WIRE...]",
         help=f"how rows travel: {', '.join(_WIRES)}; auto is bulk on a CPU (default auto)")  # fmt: skip
     add("--packet-bytes", type=list_of(number_of(8, 16, 128)), default=(8,), metavar="N[,N...]",
         help="8, 16 or 128, with --wire packet (default 8)")  # fmt: skip
-    add("--zero-copy", action="store_true",
-        help="the partial output lies in memory of the workspace, and peers read it there")  # fmt: skip
+    add("--zero-copy", type=list_of(yes_or_no), nargs="?", const=(True,), metavar="yes|no[,...]",
+        help="no: the partial output is an ordinary tensor; yes, or nothing behind it: it lies in memory of the workspace, and "
+        "peers read it there (default no,yes on a CPU; no where --wire is given, and on GPUs, which have no other)")  # fmt: skip
 
     add = add_op("query_gather", "gather of the query's heads", _QUERY_EPILOG, dtypes=_GATHERED, iters=200)
     _add_tokens_and_heads(add, "elements of one head of the query", 576)

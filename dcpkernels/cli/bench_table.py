@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 # What may be swept over besides ranks and sizes, with the heading of its column.
-_SWEPT = {"mode": "mode", "dtype": "dtype", "wire": "wire", "packet_bytes": "packet", "skew_us": "skew us"}
+_SWEPT = {"mode": "mode", "dtype": "dtype", "wire": "wire", "packet_bytes": "packet", "zero_copy": "zero copy",
+          "skew_us": "skew us"}  # fmt: skip
 _SIZES = {"num_tokens": "tokens", "num_rows": "rows"}
 _ERRORS = {"max_err_over_bound": "err / bound", "wrong_bytes": "wrong bytes"}
 
@@ -64,4 +65,6 @@ def _baseline_cells(row: dict[str, Any], name: str) -> list[str]:
 def _value(value: Any) -> str:
     if value is None:
         return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)

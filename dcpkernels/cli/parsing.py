@@ -52,6 +52,10 @@ def number_of(*numbers: int) -> Callable[[str], int]:
     return parse
 
 
+def yes_or_no(text: str) -> bool:
+    return one_of("yes", "no")(text) == "yes"
+
+
 def list_of(kind: Callable[[str], object]) -> Callable[[str], tuple]:
     def parse(text: str) -> tuple:
         return tuple(kind(part.strip()) for part in text.split(",") if part.strip())

@@ -43,7 +43,7 @@ struct Probe {
       }
       cta.sync();
       weighted_sum_row(arch::Lanes<32>(cta), static_cast<T*>(p.out), shared.source, shared.weight,
-                       p.symm.num_ranks, p.num_elements, false);
+                       p.symm.num_ranks, p.num_elements, 0, false);
       channel.release();
       status = channel.confirm_reads();
     }
