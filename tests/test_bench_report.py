@@ -322,7 +322,7 @@ def test_parameters_in_words(key: str, value: Any, text: str) -> None:
 @pytest.mark.parametrize(
     "op",
     [
-        ["a2a_lse_reduce", "--heads", "4", "--head-dim", "64", "--tokens", "2"],
+        ["a2a_lse_reduce", "--heads", "4", "--head-dim", "64", "--tokens", "2", "--zero-copy", "no"],
         ["query_gather", "--heads", "4", "--head-dim", "16", "--tokens", "2"],
         ["kv_gather", "--kv-dim", "16", "--rows", "9"],
     ],
