@@ -326,7 +326,7 @@ inline constexpr int kRowBlock = 2;
 
 // The rows of a sum are streams in the memory of as many ranks, which jump from head to head and from row to
 // row: a processor's own prefetcher follows few of them. A prefetch of what does not exist never faults.
-// (8 ranks on 2 cores: a tenth of the time at T = 8, with zero copy a quarter at T = 64.)
+// (8 ranks on 2 cores: a tenth of the time of the sums.)
 template <int kBytes>
 DCP_FN void prefetch(const void* from, int64_t offset) {
   constexpr uint64_t kLine = 64;
